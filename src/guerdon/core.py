@@ -32,6 +32,7 @@ class Signal(IntEnum):
     UNLOAD = 10
     RELEASE = 11
     ESTIMATE = 12
+    LEAVE_PATH = 13
 
 
 MIN_SHARED = 16
@@ -167,7 +168,7 @@ class Command:
     scorer loads it beside the one that serves, and SWITCH swaps the two; UNLOAD removes the one that serves, RELEASE
     drops the one beside it and frees memory. `lineage` is a new number if a client returns to a checkpoint, so that
     what is learnt from there gets versions of its own; None continues the saved lineage, as a restart does. A `plain`
-    FORWARD uses the plain forward, whichever path the model otherwise takes.
+    FORWARD uses the plain forward, and LEAVE_PATH makes it the only one; `why` is the error of the other path.
     """
 
     signal: Signal
@@ -178,6 +179,7 @@ class Command:
     folder: str = ""
     lineage: int | None = None
     plain: bool = False
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,7 @@ class ModelInfo:
     steps end, and how the reward is made of their rewards; `step_separator_ids` are the tokens that end a step if the
     request names none. `vocabulary` is a digest of the tokenizer's tokens and their ids, `tokenizer` tells what ids
     mean to it (see `vocabulary.identity`); both are empty without one. `sampled_version` is the version that guerdon
-    0.1 computed from samples of the weights' bytes; empty if they are not from files.
+    0.1 computed from samples of the weights' bytes; empty if they are not from files. `proofs` are the start's lines.
     """
 
     name: str
@@ -226,6 +228,7 @@ class ModelInfo:
     sampled_version: str = ""
     max_top_k: int = 0
     hidden_size: int = 0
+    proofs: tuple[str, ...] = ()
 
     def is_named(self, recorded: str) -> bool:
         """Whether a version on disk names these weights, in the form of guerdon 0.1 as well."""

@@ -28,7 +28,7 @@ from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoint.placement import dtype_name
 from guerdon.engine.checkpoint.reward_models import LoadedModel
 from guerdon.engine.checkpoint.stored import Origin, StoredTensor
-from guerdon.engine.checkpoint.text import TOKENIZER_FILES
+from guerdon.engine.checkpoint.tokenizer_files import TOKENIZER_FILES
 from guerdon.errors import CheckpointError, StorageFailed
 from guerdon.settings.config import LearningConfig
 from guerdon.training import collectives, tensor_files

@@ -14,7 +14,7 @@ from huggingface_hub import save_torch_state_dict
 from guerdon.durable import ASIDE, place, storing
 from guerdon.engine.checkpoint.gguf_files import GgufFile, load_gguf
 from guerdon.engine.checkpoint.merging import merge
-from guerdon.engine.checkpoint.stored import TEXTS, StoredCheckpoint
+from guerdon.engine.checkpoint.stored import StoredCheckpoint, find_texts
 from guerdon.errors import CheckpointError
 
 
@@ -49,7 +49,7 @@ def convert_adapter(checkpoint: StoredCheckpoint, folder: Path, dtype: str = "fl
         else:  # transformers writes tensors by the names of the released checkpoints
             model.save_pretrained(aside)
         (aside / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        for path in (path for pattern in TEXTS for path in checkpoint.text_folder.glob(pattern) if path.is_file()):
+        for path in filter(Path.is_file, find_texts(checkpoint.text_folder)):
             target = aside / path.relative_to(checkpoint.text_folder)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)

@@ -18,7 +18,7 @@ from guerdon.engine.checkpoint.model_config import find_max_length, find_pad, re
 from guerdon.engine.checkpoint.placement import check_memory, dtype_name, pick_device, pick_dtype
 from guerdon.engine.checkpoint.sharding import loading_on, place
 from guerdon.engine.checkpoint.stored import open_checkpoint
-from guerdon.engine.checkpoint.text import load_tokenizer
+from guerdon.engine.checkpoint.tokenizer_files import load_tokenizer
 from guerdon.engine.checkpoint.weights import LoadedTrunk, build_model
 from guerdon.engine.fsdp import fsdp_of
 from guerdon.engine.heads import OutputHead
@@ -90,7 +90,7 @@ def load_policy(
         loading.compare(checkpoint, dtype, config)
         checkpoint = merge_adapter(checkpoint, for_text=True)
         model_config = read_config(checkpoint)
-        tokenizer = load_tokenizer(checkpoint.text_folder)
+        tokenizer, proofs = load_tokenizer(checkpoint.text_folder, warns=ranks.is_leader)
         generation = _generation_config(checkpoint.generation_file)
         model = build_model(
             MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)], model_config, checkpoint.tensors, dtype, ranks
@@ -120,6 +120,7 @@ def load_policy(
             sampled_version=checkpoint.sampled_version,
             dtype=dtype_name(dtype),
             device=str(device),
+            proofs=proofs,
         ),
         pad_token_id=find_pad(model_config, tokenizer, vocab_size),
         config=config,

@@ -25,7 +25,7 @@ from transformers import (
 from guerdon.engine.checkpoint.decoders import find_head, load_trunk
 from guerdon.engine.checkpoint.model_config import read_config
 from guerdon.engine.checkpoint.stored import StoredAdapter, StoredCheckpoint, stored_tensor
-from guerdon.engine.checkpoint.text import load_tokenizer
+from guerdon.engine.checkpoint.tokenizer_files import load_tokenizer
 from guerdon.engine.checkpoint.weights import build_model, list_names
 from guerdon.errors import CheckpointError, install_command
 
@@ -231,7 +231,7 @@ def _settings_for(checkpoint: StoredCheckpoint, model_class: Any, rows: dict[str
     labels = [rows[f"{layer}.weight"] for layer in LAST_LAYERS if f"{layer}.weight" in rows]
     if labels:
         settings |= {"architectures": [model_class.__name__], "num_labels": labels[-1]}
-    tokenizer = load_tokenizer(checkpoint.folder)
+    tokenizer, _ = load_tokenizer(checkpoint.folder, warns=False)
     if tokenizer is not None and tokenizer.pad_token_id is not None:
         # TRL gives its model the tokenizer's padding token, and saves that of an adapter only with the tokenizer.
         settings["pad_token_id"] = tokenizer.pad_token_id

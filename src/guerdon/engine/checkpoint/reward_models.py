@@ -102,7 +102,7 @@ def _load(
     loading.compare(checkpoint, dtype, config)
     checkpoint = merge_adapter(checkpoint, for_text=False)
     model_config = read_config(checkpoint)
-    encoder = TextEncoder.load(checkpoint.text_folder)
+    encoder = TextEncoder.load(checkpoint.text_folder, warns=ranks.is_leader)
     causal = model_config.model_type not in SEQUENCE_HEADS
     parts = (load_decoder if causal else load_encoder)(checkpoint, model_config, dtype, ranks)
     eos_token_id = find_eos(model_config, encoder)
@@ -293,4 +293,5 @@ def describe(
         step_separator_ids=() if steps is None else steps.separator_ids,
         vocabulary="" if encoder is None else encoder.all_tokens_digest(),
         tokenizer="" if encoder is None else encoder.identity(),
+        proofs=() if encoder is None else encoder.proofs,
     )

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from guerdon.engine.checkpoint import faults
 from guerdon.engine.checkpoint.digests import digest_files
-from guerdon.engine.checkpoint.text import TOKENIZER_FILES
+from guerdon.engine.checkpoint.tekken import TEKKEN
+from guerdon.engine.checkpoint.tokenizer_files import PIPELINE, TOKENIZER_FILES
 from guerdon.errors import CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -30,7 +31,7 @@ ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_CONFIG = "adapter_config.json"
 HEAD_FILE = "value_head.safetensors"
 """The head of a critic that guerdon has trained with adapters."""
-TEXTS = (
+_TEXTS = (
     "tokenizer*",
     "vocab*",
     "merges.txt",
@@ -40,7 +41,6 @@ TEXTS = (
     "chat_template*",
     "additional_chat_templates/*",
 )
-"""Files of tokenizers and chat templates."""
 FLOATS = ("F64", "F32", "F16", "BF16", "F8")
 """Starts of safetensors' dtypes for weights that are not packed."""
 MIB = 1 << 20
@@ -228,11 +228,17 @@ class Files:
         return digest
 
 
+def find_texts(folder: Path) -> set[Path]:
+    """Returns the paths of the tokenizer's and the chat templates' files; nobody reads tekken beside tokenizer.json."""
+    patterns = _TEXTS if (folder / PIPELINE).is_file() else (*_TEXTS, TEKKEN)
+    return {path for pattern in patterns for path in folder.glob(pattern)}
+
+
 def find_files(folder: Path) -> Files:
     """Returns the files of a model or an adapter; raises CheckpointError if one is missing or no whole file."""
     is_adapter = _is_there(folder / ADAPTER_CONFIG)
     weights = _adapter_files(folder) if is_adapter else _weight_files(folder)
-    texts = {path for pattern in TEXTS for path in folder.glob(pattern) if path.is_file() or path.is_symlink()}
+    texts = {path for path in find_texts(folder) if path.is_file() or path.is_symlink()}
     if is_adapter:
         texts -= set(weights)
     config = folder / (ADAPTER_CONFIG if is_adapter else "config.json")

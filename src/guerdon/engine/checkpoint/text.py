@@ -15,21 +15,10 @@ import numpy as np
 from guerdon.core import Message, Truncation
 from guerdon.distributed.computing import trim
 from guerdon.engine.checkpoint import cuts
-from guerdon.errors import CheckpointError, InvalidRequest
+from guerdon.engine.checkpoint.tokenizer_files import load_tokenizer
+from guerdon.errors import InvalidRequest
 from guerdon.messages import plain
 from guerdon.vocabulary import identity
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "spm.model",
-    "vocab.json",
-    "vocab.txt",
-)
-
 
 RowT = TypeVar("RowT", list[int], np.ndarray)
 
@@ -56,28 +45,12 @@ _LONGEST_SILENCE = 32
 """Tokens without text after which the context before them is dropped."""
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """Returns transformers' tokenizer of the folder, None if there is none; raises CheckpointError if it is broken."""
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    # A broken file makes tokenizers (bare Exception), json, sentencepiece or transformers raise anything.
-    except Exception as e:
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise CheckpointError(
-            f"the tokenizer in {folder} cannot be read: {reason}",
-            "copy its files again, or remove them to work with token ids only",
-        ) from e
-
-
 class TextEncoder:
     """A tokenizer that adds nothing by default; thread-safe."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, proofs: tuple[str, ...] = ()) -> None:
+        """`proofs` are those of `load_tokenizer`."""
+        self._tokenizer, self.proofs = tokenizer, proofs
         self._fast = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         self._lock = threading.Lock()
         self._texts: dict[int, str] = {}
@@ -99,10 +72,10 @@ class TextEncoder:
         return identity(self._tokenizer)
 
     @classmethod
-    def load(cls, folder: Path) -> TextEncoder | None:
-        """Returns the folder's tokenizer, None if there is none; raises CheckpointError if it cannot be read."""
-        tokenizer = load_tokenizer(folder)
-        return None if tokenizer is None else cls(tokenizer)
+    def load(cls, folder: Path, *, warns: bool = True) -> TextEncoder | None:
+        """Returns the folder's tokenizer, None if there is none; warns and raises as `load_tokenizer`."""
+        tokenizer, proofs = load_tokenizer(folder, warns=warns)
+        return None if tokenizer is None else cls(tokenizer, proofs)
 
     @property
     def takes_messages(self) -> bool:

@@ -1,0 +1,192 @@
+"""Loads a folder's tokenizer so that it gives the ids of its `tokenizer.json`, and proves that it does.
+
+transformers 5 rebuilds some tokenizers from `tokenizer_class` and drops steps of the file, such as a Split or Digits
+pre-tokenizer; which ones depends on its version. The file is what the model was trained with, so its pipeline replaces
+whatever transformers has built. What the folder's other files declare stays: special tokens, the chat template, and
+added tokens that `tokenizer.json` lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer, processors
+
+from guerdon.engine.checkpoint.tekken import TEKKEN, read_tekken
+from guerdon.engine.checkpoint.template_check import REMEDY, describe_dependence, find_dependence
+from guerdon.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+PIPELINE = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+VOCABULARIES = (
+    PIPELINE,
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "vocab.json",
+    "vocab.txt",
+)
+TOKENIZER_FILES = (*VOCABULARIES, CONFIG, TEKKEN)
+OBEYING = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer", "GPTNeoXTokenizer")
+"""Classes whose config overrules what `tokenizer.json` puts around a text."""
+
+PROBES = (
+    "Hello, world!", "hello world", "HELLO WORLD", "The quick brown fox", " leading", "trailing ", "two  spaces",
+    "a   b    c     d", "tab\tand\ttabs", "line\nfeed", "two\n\nparagraphs", "a\r\nb", "   ", "\n\n\n", " \n \n",
+    "0", "42", "123", "1234567", "3.14159", "1,000,000", "2024-05-06", "12:34:56", "v1.2.3-rc4", "1e-07", "x2y3z4",
+    "50% off", "$18.99", "#1 & #2", "camelCaseWords", "HTTPServerError", "snake_case_name", "don't I'll we've they're",
+    "DON'T I'LL", "O'Neil's", "it’s “quoted”", "¿Qué tal?", "naïve café", "cafe\u0301", "Straße ÄÖÜ", "Привет, мир",
+    "مرحبا بالعالم", "שלום", "नमस्ते", "日本語のテキスト", "中文字符。标点", "한국어", "😀", "👩‍👩‍👧 🇩🇪",
+    "Ⅷ ½ ２", "a\u00a0b\u200bc",
+    "def f(x):\n    return x**2  # twice\n", "if (a && b) { c[0] += 1; }", "<p class=\"x\">&amp;</p>", "https://a.b/c?d=1",
+    "\\frac{1}{2} + \\sqrt{x}", "--- *** ===",
+)  # fmt: skip
+"""Texts whose ids show most differences between two tokenizers."""
+
+
+class FolderTokenizer(NamedTuple):
+    """Transformers' tokenizer of a folder, None if there is none, and what is proved of it and of its template."""
+
+    tokenizer: Any
+    proofs: tuple[str, ...]
+
+
+def load_tokenizer(folder: Path, *, warns: bool = True) -> FolderTokenizer:
+    """Returns the folder's tokenizer, proved; raises CheckpointError if it is broken or gives other ids than its file.
+
+    With `warns` it logs a warning if the chat template prints what changes, such as the date.
+    """
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return FolderTokenizer(None, ())
+    tokenizer, proof = _load(folder)
+    if not tokenizer.chat_template:
+        return FolderTokenizer(tokenizer, (proof,))
+    if (found := find_dependence(tokenizer)) and warns:
+        log.warning("%s: the chat template %s; %s", folder, found, REMEDY)
+    return FolderTokenizer(tokenizer, (proof, describe_dependence(found)))
+
+
+def _load(folder: Path) -> tuple[Any, str]:
+    has_tekken = (folder / TEKKEN).is_file() and not any((folder / name).is_file() for name in VOCABULARIES)
+    try:
+        if has_tekken:
+            return read_tekken(folder), f"tokens are converted from {TEKKEN}"
+        if (folder / PIPELINE).is_file():
+            return _with_pipeline(folder)
+        return _auto(folder), f"tokens are transformers'; there is no {PIPELINE}"
+    except CheckpointError:
+        raise
+    # A broken file makes tokenizers (bare Exception), json, sentencepiece or transformers raise anything.
+    except Exception as e:
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise CheckpointError(
+            f"the tokenizer in {folder} cannot be read: {reason}",
+            "copy its files again, or remove them to work with token ids only",
+        ) from e
+
+
+def _auto(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def _with_pipeline(folder: Path) -> tuple[Any, str]:
+    """Returns transformers' tokenizer with the pipeline of the folder's `tokenizer.json`, and how far both agree."""
+    pipeline, (tokenizer, note) = Tokenizer.from_file(str(folder / PIPELINE)), _rebuilt(folder)
+    rebuilt = tokenizer.backend_tokenizer
+    for backend in (pipeline, rebuilt):  # a file may ask for both
+        backend.no_truncation()
+        backend.no_padding()
+    pipeline.encode_special_tokens = rebuilt.encode_special_tokens
+    own = pipeline.get_added_tokens_decoder()
+    probes = [*PROBES, *(f"a {token.content} b" for _, token in sorted(own.items())[:3])]
+    want = _read(pipeline, probes)
+    differing = _count_differing(rebuilt, probes, want)
+    if differing and not note:
+        note = f"transformers rebuilds it as {type(tokenizer).__name__}, with other ids for {differing} of them"
+    _add_declared(pipeline, rebuilt)
+    around = _surround(pipeline, tokenizer, folder)
+    tokenizer._tokenizer = pipeline
+    added = pipeline.get_added_tokens_decoder().keys() - own.keys()
+    same = [added.isdisjoint(got[0]) for got in _read(tokenizer.backend_tokenizer, probes)]
+    if any(got != own for got, own, is_plain in zip(_read(pipeline, probes), want, same, strict=True) if is_plain):
+        raise CheckpointError(
+            f"the tokenizer in {folder} gives other ids than its {PIPELINE}", "report this with the folder's files"
+        )
+    more = "".join(f"; {text}" for text in (note, around) if text)
+    return tokenizer, f"tokens are those of {PIPELINE} ({sum(same)} texts){more}"
+
+
+def _rebuilt(folder: Path) -> tuple[Any, str]:
+    """Returns the tokenizer that transformers builds, and why it is not of the class that the folder names."""
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        tokenizer = _auto(folder)
+        if tokenizer.is_fast:
+            return tokenizer, ""
+        why = f"transformers loads it as {type(tokenizer).__name__}"
+    except Exception as e:  # whatever a class finds missing in a file that is another's
+        why = f"transformers cannot rebuild it ({(str(e).splitlines() or [type(e).__name__])[0][:80]})"
+    return PreTrainedTokenizerFast.from_pretrained(folder), why
+
+
+def _read(backend: Tokenizer, texts: list[str]) -> list[tuple[list[int], str]]:
+    """Returns each text's ids, and the text that they decode to."""
+    rows = [encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)]
+    return list(zip(rows, backend.decode_batch(rows, skip_special_tokens=False), strict=True))
+
+
+def _count_differing(rebuilt: Tokenizer, probes: list[str], want: list[tuple[list[int], str]]) -> int:
+    try:
+        return sum(ids != other for (ids, _), (other, _) in zip(_read(rebuilt, probes), want, strict=True))
+    except Exception:  # tokenizers raises no other class, such as for an unknown token that the vocabulary lacks
+        return len(probes)
+
+
+def _add_declared(pipeline: Tokenizer, rebuilt: Tokenizer) -> None:
+    """Adds tokens that only the folder's other files declare, under the ids that transformers gives them."""
+    own = {token.content for token in pipeline.get_added_tokens_decoder().values()}
+    for _, token in sorted(rebuilt.get_added_tokens_decoder().items()):
+        if token.content not in own:
+            (pipeline.add_special_tokens if token.special else pipeline.add_tokens)([token])
+
+
+def _surround(pipeline: Tokenizer, tokenizer: Any, folder: Path) -> str:
+    """Makes the pipeline add BOS and EOS as the folder's config says, if its class has a say; returns what changes.
+
+    transformers 4 lets `add_bos_token` and `add_eos_token` overrule the file for some classes.
+    """
+    path = folder / CONFIG
+    stated = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if (stated.get("tokenizer_class") or type(tokenizer).__name__).removesuffix("Fast") not in OBEYING:
+        return ""
+    (own,), (row,) = (pipeline.encode_batch(["a"], add_special_tokens=added) for added in (False, True))
+    start = next((i for i in range(len(row.ids)) if row.ids[i : i + len(own.ids)] == own.ids), 0)
+    wanted, changes = [], []
+    for key, token, beside in (
+        ("add_bos_token", tokenizer.bos_token, row.ids[:start][:1]),
+        ("add_eos_token", tokenizer.eos_token, row.ids[start + len(own.ids) :][-1:]),
+    ):
+        token_id = None if token is None else pipeline.token_to_id(token)
+        adds = beside == [token_id]
+        says = adds if token_id is None or stated.get(key) is None else bool(stated[key])
+        wanted.append([(token, token_id)] if says else [])
+        changes += [f"{key} is {says} by {CONFIG} and {adds} by {PIPELINE}: the former counts"] * (says != adds)
+    if changes:
+        bos, eos = wanted
+        first, second = (
+            [*(f"{token}:{kind}" for token, _ in bos), f"${name}:{kind}", *(f"{token}:{kind}" for token, _ in eos)]
+            for name, kind in (("A", 0), ("B", 1))
+        )
+        pipeline.post_processor = processors.TemplateProcessing(
+            single=first, pair=[*first, *second], special_tokens=[*bos, *eos]
+        )
+    return ", ".join(changes)
