@@ -11,19 +11,19 @@ import torch
 from guerdon.engine import self_check
 from guerdon.engine.forward import Forward
 
-_found: dict[str, tuple[str, str]] = {}
+_found: dict[str, tuple[str, str, str]] = {}
 
 
 def once() -> Iterator[None]:
     """For a fixture of each module: weights that were checked with the same settings take the path found then."""
     check = self_check._best_path
 
-    def best_path(forward: Forward, *, gradients: bool) -> tuple[str, str]:
+    def best_path(forward: Forward, *, gradients: bool, shares: bool) -> tuple[str, str, str]:
         if forward.ranks.size > 1:
-            return check(forward, gradients=gradients)
+            return check(forward, gradients=gradients, shares=shares)
         key = _key(forward, gradients)
         if key not in _found:
-            _found[key] = check(forward, gradients=gradients)
+            _found[key] = check(forward, gradients=gradients, shares=shares)
         return _found[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -60,9 +60,10 @@ def test_what_is_masked_out_is_never_read() -> None:
     mask = np.zeros((6, 3))
     mask[2, 1], mask[5, 0] = 1, 0.5
     (batch,) = global_batches(request(mask), 4)
-    assert [row.tolist() for row in batch.rows] == [[1, 2, 3, 21], [1, 2, 3, 21, 22]]
-    assert [own[1].tolist() for own in batch.targets] == [[0, 0, 0, 21], [0, 0, 0, 0, 50]]
-    assert [own[2].tolist() for own in batch.targets] == [[0, 0, 0, 1], [0, 0, 0, 0, 0.5]]
+    rows, targets = batch.read(with_action=False)
+    assert [row.tolist() for row in rows] == [[1, 2, 3, 21], [1, 2, 3, 21, 22]]
+    assert [own[1].tolist() for own in targets] == [[0, 0, 0, 21], [0, 0, 0, 0, 50]]
+    assert [own[2].tolist() for own in targets] == [[0, 0, 0, 1], [0, 0, 0, 0, 0.5]]
     assert (batch.sum_mask, batch.num_tokens) == (1.5, 2)
 
 
@@ -93,13 +94,14 @@ def test_a_tree_costs_as_many_tokens_as_it_has() -> None:
     asked = TrainRequest("r", tokens, mask, mask, mask)
     asked.parents, asked.lengths = parents, lengths
     batches = global_batches(asked, 100)
-    (packed,) = pack(batches[0].rows, budget=10_000, share=True)
+    rows, _ = batches[0].read(with_action=False)
+    (packed,) = pack(rows, budget=10_000, share=True)
     num_paths = 6 + 6 + 2
-    assert (len(batches), len(batches[0].rows)) == (1, num_paths)
+    assert (len(batches), len(rows)) == (1, num_paths)
     # The last token of a path has no action behind it, and so no value that is learnt.
     assert packed.num_tokens == lengths.sum() - num_paths
     assert batches[0].num_tokens == lengths.sum() - 2
-    assert sum(map(len, batches[0].rows)) > 2 * packed.num_tokens
+    assert sum(map(len, rows)) > 2 * packed.num_tokens
 
 
 @pytest.mark.parametrize(

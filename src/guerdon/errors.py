@@ -42,6 +42,13 @@ _INSTALL = "pip install '.{extra}' in a clone of guerdon"
 
 _MAX_CHARACTERS = 2_000
 
+_OUT_OF_MEMORY = (
+    "out of memory", "_STATUS_ALLOC_FAILED", "not enough memory", "allocate memory", "bad_alloc", "OutOfMemoryError",
+    "could not create a primitive", "could not create a memory",
+)  # fmt: skip
+"""Found in the texts of errors: of CUDA and its libraries, of torch on a CPU, of C++, of oneDNN, and of another rank's
+error, which arrives as text."""
+
 
 def install_command(extra: str = "") -> str:
     """Returns the command that installs guerdon with an extra of pyproject.toml."""
@@ -101,6 +108,11 @@ def describe(error: BaseException) -> str:
         text = f"(its text cannot be read: {type(e).__name__})"
     described = f"{type(error).__name__}: {text}"
     return described[:_MAX_CHARACTERS].encode("utf-8", "backslashreplace").decode()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error reports a lack of memory; torch has a class of its own only for GPUs."""
+    return isinstance(error, MemoryError) or any(text in describe(error) for text in _OUT_OF_MEMORY)
 
 
 def _unpickled(cls: type[GuerdonError], *args: Any) -> GuerdonError:

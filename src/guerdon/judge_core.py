@@ -187,8 +187,10 @@ class LabelTokens:
 
     def query(self, num_tokens: int) -> LogprobQuery:
         """Returns what is asked about a question of so many tokens, of which the last is in a label's place."""
-        start = max(1, num_tokens - 1)
-        return LogprobQuery(start=start, top_k=NUM_LIKELIEST, given=self.ids, with_logprobs=False)
+        return LogprobQuery(
+            start=max(1, num_tokens - 1), top_k=NUM_LIKELIEST, given=self.ids, with_logprobs=False,
+            ends_in_placeholder=True,
+        )  # fmt: skip
 
     def read(self, answer: TokenLogprobs) -> np.ndarray:
         """Returns the labels' log-probs, float64 `[L]`: each label has the probability of all its tokens."""

@@ -35,5 +35,5 @@ class NextTokenRequest(ScoreRequest):
         """Returns the sequence of a sample's token ids; its last token is a placeholder for the one asked about."""
         parts = (item, shared) if self.is_item_first else (shared, item)
         row = np.concatenate([*parts, self.ids[:1]])
-        query = LogprobQuery(start=max(1, len(row) - 1), given=self.ids, with_logprobs=False)
+        query = LogprobQuery(start=max(1, len(row) - 1), given=self.ids, with_logprobs=False, ends_in_placeholder=True)
         return Sequence(row, wants_reward=False, query=query)

@@ -29,6 +29,8 @@ class LogprobQuery:
     the head turns into logits, in the model's dtype, or with `rounds_hidden` in bfloat16. `top_bytes` and `given_bytes`
     are what one of the `top_k` and one of the `given` take in the reply.
 
+    If it `ends_in_placeholder`, the sample ends before its last token, which stands for any that may follow.
+
     Logits are divided by `temperature`, before the softmax and for everything but hidden states. Without
     `with_logprobs` nothing is computed by the head unless another field needs it.
     """
@@ -43,6 +45,7 @@ class LogprobQuery:
     with_next: bool = False
     with_hidden: bool = False
     rounds_hidden: bool = False
+    ends_in_placeholder: bool = False
     top_bytes: int = 8
     given_bytes: int = 4
     answer_bytes: int = 0

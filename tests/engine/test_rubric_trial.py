@@ -94,7 +94,7 @@ def test_labels_that_the_model_spells_otherwise_are_named(tmp_path: Path, caplog
     with caplog.at_level(logging.WARNING), load(model(tmp_path, says)) as judge:
         (line,) = [record.getMessage() for record in caplog.records if record.name == "guerdon.engine.judging"]
         scores = judge.score(texts=["What? That."], prompts=["What? "])
-        why = info(judge).why
+        why = info(judge).proofs[-1]
     (error,) = scores.errors
     assert np.isnan(scores.rewards[0]) and error is not None
     for told in (line, why, error):
@@ -120,7 +120,11 @@ def test_any_spelling_counts_if_the_rubric_says_so(
     assert scores.attributes is not None and values.min() > 0.05 and other.max() < 0.4, "they are the model's words"
     np.testing.assert_allclose(scores.attributes[0], [*values, other.max()], atol=1e-5)
     np.testing.assert_allclose(scores.rewards, [2 * values[0] + values[1]], atol=1e-5)
-    assert "spellings of 'yes': 'yes', " in told.why and "'YES'" in told.why and "of 'no': 'no', " in told.why
+    assert (
+        "spellings of 'yes': 'yes', " in told.proofs[-1]
+        and "'YES'" in told.proofs[-1]
+        and "of 'no': 'no', " in told.proofs[-1]
+    )
     with load(folder, max_other_mass=1.0) as exact:
         assert info(exact).weights_version != told.weights_version
         assert exact.score(texts=["What? That."], prompts=["What? "]).rewards[0] != scores.rewards[0]
@@ -182,7 +186,7 @@ def test_a_rubric_that_compares_is_tried_in_both_orders(tmp_path: Path, caplog: 
 
 def test_a_rubric_that_suits_the_model_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), load(model(tmp_path, {"yes": 9.0, "no": 8.0})) as judge:
-        assert "on a sample, labels have 0.9" in info(judge).why
+        assert "on a sample, labels have 0.9" in info(judge).proofs[-1]
     assert not [record for record in caplog.records if record.name == "guerdon.engine.judging"]
 
 

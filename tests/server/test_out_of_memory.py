@@ -16,9 +16,8 @@ import pytest
 
 import zoo
 from guerdon.core import Command, Score, Scored, Sequence, Signal
-from guerdon.errors import Offloaded, ServerFault, Unavailable
+from guerdon.errors import Offloaded, ServerFault, Unavailable, is_out_of_memory
 from guerdon.server.batching.budget import Budget
-from guerdon.server.batching.halving import is_out_of_memory
 from guerdon.server.batching.jobs import Job, Limits
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.scheduler import Scheduler

@@ -176,13 +176,31 @@ def learn(critic_folder: Path, policy_folder: Path, out: Path, ranks: Ranks = AL
     return told | {"trainers": {"critic": made, "policy": learner}}
 
 
+def leave_together(made: CriticTrainer, ranks: Ranks) -> None:
+    """The packed path fails on one rank alone: all leave it, and the request is done whole."""
+    before, values = made._optimiser.step, made.engine.values
+
+    def breaks(rows: list[np.ndarray]) -> Any:
+        if made.engine.path != "single" and ranks.rank == 1:
+            raise RuntimeError("view size is not compatible")
+        return values(rows)
+
+    made.engine.values = breaks  # type: ignore[method-assign]
+    report = made.train(REQUEST)
+    made.engine.values = values  # type: ignore[method-assign]
+    told = ranks.tell_all((made.engine.path, made.engine.info.why, made.weights_version, digest(state(made))))
+    assert all(other == told[0] for other in told) and told[0][0] == "single", told
+    assert "rank 1 on" in told[0][1] and "view size is not compatible" in told[0][1], told
+    assert made._optimiser.step == before + report.num_steps > before
+
+
 def fail_alone(made: CriticTrainer, ranks: Ranks) -> None:
     """A rank of data parallelism fails in the second global batch: all say the same, and the next request works."""
     before, values, calls = made._optimiser.step, made.engine.values, []
 
     def breaks(rows: list[np.ndarray]) -> Any:
         calls.append(1)
-        if len(calls) == 2 and ranks.rank == 1:
+        if len(calls) > 1 and ranks.rank == 1:  # by the plain path as well, and so it is not left
             raise RuntimeError("boom")
         return values(rows)
 
@@ -194,6 +212,7 @@ def fail_alone(made: CriticTrainer, ranks: Ranks) -> None:
         failed = e
     made.engine.values = values  # type: ignore[method-assign]
     assert (failed.num_steps, made._optimiser.step) == (1, before + 1), failed
+    assert made.engine.path == "packed+shared" and len(calls) == 3
     assert "boom" in str(failed) and "rank 1 on" in str(failed) and "the 1 before it are kept" in str(failed), failed
     told = ranks.tell_all((str(failed), failed.num_steps, made.weights_version, made.engine.score([Sequence(ROWS[0])])))
     assert all(repr(other) == repr(told[0]) for other in told), told
@@ -330,6 +349,7 @@ def main(critic_folder: Path, policy_folder: Path, out: Path, kinds: tuple[str, 
         fill_disk(trainers["critic"], out / f"full-{name}", ranks)
         if name == "data":
             fail_alone(trainers["critic"], ranks)
+            leave_together(trainers["critic"], ranks)
         else:
             swap(trainers["critic"], critic_folder, ranks)
     print("done", flush=True)

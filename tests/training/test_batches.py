@@ -20,15 +20,16 @@ def request(mask: list[list[float]]) -> TrainRequest:
 
 def test_a_row_ends_with_its_last_token_that_counts() -> None:
     (batch,) = global_batches(request([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0.5]]), 3)
-    assert [row.tolist() for row in batch.rows] == [[0, 1, 2, 3], [6], [12, 13, 14, 15, 16]]
-    np.testing.assert_array_equal(batch.targets[0], [[NAN, -1, NAN, -3], [NAN, 1, NAN, 3], [0, 1, 0, 1]])
-    np.testing.assert_array_equal(batch.targets[1], [[-0.0], [0], [1]])
+    rows, targets = batch.read(with_action=False)
+    assert [row.tolist() for row in rows] == [[0, 1, 2, 3], [6], [12, 13, 14, 15, 16]]
+    np.testing.assert_array_equal(targets[0], [[NAN, -1, NAN, -3], [NAN, 1, NAN, 3], [0, 1, 0, 1]])
+    np.testing.assert_array_equal(targets[1], [[-0.0], [0], [1]])
     assert (batch.sum_mask, batch.num_tokens) == (3.5, 4)
 
 
 def test_the_action_is_kept_if_the_length_of_a_row_matters() -> None:
-    (batch,) = global_batches(request([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0.5]]), 3, with_action=True)
-    assert [row.tolist() for row in batch.rows] == [[0, 1, 2, 3, 4], [6, 7, 8, 9, 10, 11]]
+    (batch,) = global_batches(request([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0.5]]), 3)
+    assert [row.tolist() for row in batch.read(with_action=True)[0]] == [[0, 1, 2, 3, 4], [6, 7, 8, 9, 10, 11]]
     np.testing.assert_array_equal(batch.targets[0], [[NAN, -1, NAN, -3, 0], [NAN, 1, NAN, 3, 0], [0, 1, 0, 1, 0]])
     np.testing.assert_array_equal(batch.targets[1][2], [0, 0, 0, 0, 0.5, 0])
     assert (batch.sum_mask, batch.num_tokens) == (2.5, 3)
@@ -42,7 +43,7 @@ def test_rows_in_order_and_the_last_batch_smaller() -> None:
 
 def test_a_row_without_a_token_that_counts_costs_nothing() -> None:
     batches = global_batches(request([[0, 0], [1, 0], [0, 0], [0, 0]]), 2)
-    assert [[row.tolist() for row in batch.rows] for batch in batches] == [[[3]], []]
+    assert [[row.tolist() for row in batch.read(with_action=False)[0]] for batch in batches] == [[[3]], []]
     assert (batches[1].sum_mask, batches[1].num_tokens) == (0.0, 0)
 
 

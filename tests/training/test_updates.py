@@ -69,7 +69,7 @@ def _failing(trainer: CriticTrainer, nth: int) -> Any:
     def add(batch: Any) -> Any:
         calls.append(batch)
         if len(calls) == nth:
-            raise RuntimeError("no memory")
+            raise RuntimeError("DefaultCPUAllocator: not enough memory")
         return add_gradients(batch)
 
     return add

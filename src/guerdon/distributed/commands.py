@@ -12,15 +12,15 @@ from guerdon.critic_core import TrainReport, TrainRequest
 from guerdon.distributed import computing
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.distributed.shards import shards
-from guerdon.errors import GuerdonError, ServerFault
+from guerdon.errors import GuerdonError, ServerFault, Unsupported
 
 
 class Scorer(Protocol):
     """A model, or a user's function, that scores sequences.
 
     One that `takes_all` gets all sequences on every rank and splits them itself; rank 0's results count. One that runs
-    by several paths also has `score_plainly`, which scores by the plain forward. One that can be unloaded has
-    `discard`, which frees what it holds.
+    by several paths also has `score_plainly`, which scores by the plain forward, and `leave_path`, which makes that the
+    only one. One that can be unloaded has `discard`, which frees what it holds.
     """
 
     info: ModelInfo
@@ -108,6 +108,8 @@ class Worker:
             case Signal.FORWARD:
                 scorer: Any = self._scorers[name]
                 own = self._own_part(command, takes_all=scorer.takes_all)
+                if command.plain and not hasattr(scorer, "score_plainly"):
+                    raise Unsupported(f"{name} has no other way to score")
                 score = scorer.score_plainly if command.plain else scorer.score
                 with computing.HERE.computing(is_long=scorer.info.kind == "function"):  # which may ask a judge
                     results = list(score(own)) if own or self._ranks.in_step else []
@@ -131,6 +133,8 @@ class Worker:
                 assert self._load is not None
                 self._beside[name] = made = self._load(name, command.folder)
                 return made if self._ranks.is_leader else None
+            case Signal.LEAVE_PATH:
+                self._scorers[name].leave_path(command.why)  # type: ignore[attr-defined]
             case Signal.SWITCH:
                 self._switch(name)
             case Signal.UNLOAD:

@@ -26,8 +26,7 @@ class Engine(Forward):
     takes_all = False
 
     def __init__(self, loaded: LoadedModel) -> None:
-        """Raises ConfigError if the head does not allow truncation, CheckpointError as `choose_path`
-        and if no probe has a finite score."""
+        """Raises ConfigError if the head forbids truncation, CheckpointError as `choose_path` or if no probe scores."""
         self.head, self.encoder = loaded.head, loaded.encoder
         if self.head.per_token and loaded.config.truncation != "error":
             raise ConfigError(
@@ -35,7 +34,7 @@ class Engine(Forward):
                 "leave --truncation out: cut sequences would shift the positions that clients count",
             )
         super().__init__(loaded)
-        choose_path(self, loaded)
+        choose_path(self, loaded, reads_last=not loaded.trains)
         check_finite(self, self.score, every=False)
 
     def check_scores(self) -> None:
@@ -127,8 +126,7 @@ class Engine(Forward):
         self._fsdp.reset()
         self.trunk.to("cpu")
         self.head.to("cpu")
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """Moves the weights back to the device; if it raises, some may be there until `offload`."""

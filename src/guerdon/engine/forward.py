@@ -23,6 +23,7 @@ import torch
 
 from guerdon.engine.attention import registry
 from guerdon.engine.checkpoint.weights import LoadedTrunk
+from guerdon.engine.fallback import Fallback
 from guerdon.engine.fewer_passes import FewerPasses
 from guerdon.engine.layers import LastLayer, watch_layers
 from guerdon.engine.microbatches import Batcher, MicroBatch, to_device
@@ -50,17 +51,16 @@ class HiddenStates:
         return indices(self.spans[i])
 
 
-class Forward:
+class Forward(Fallback):
     """Runs one loaded trunk; `info` says by which path and why."""
 
     def __init__(self, loaded: LoadedTrunk) -> None:
         """Runs the trunk by the path `single`, until `self_check.choose_path` has found a better one."""
-        self.trunk, self.causal = loaded.trunk, loaded.causal
+        self.trunk, self.causal, self.pad_token_id = loaded.trunk, loaded.causal, loaded.pad_token_id
         self.ranks, self._fsdp = loaded.ranks, loaded.fsdp
         self.run_trunk = loaded.fsdp.through_root(loaded.trunk)
         self.device = next(self.trunk.parameters()).device
         self.dtype = next(self.trunk.parameters()).dtype
-        self.pad_token_id = loaded.pad_token_id
         self.max_batch_tokens = loaded.config.max_batch_tokens or MAX_BATCH_TOKENS.get(self.device.type, 4096)
         self._plain_attention = self.trunk.config._attn_implementation
         self.batcher = Batcher(self.trunk, self.pad_token_id)
@@ -127,9 +127,8 @@ class Forward:
         """Returns a micro-batch of one token and no rows, which runs through the same layers."""
         pad = np.array([self.pad_token_id])
         (batch,) = self.batcher.plan(path, [pad], [None], self.max_batch_tokens)
-        return dataclasses.replace(
-            batch, rows=[], spans=[], last=np.zeros(0, dtype=np.int64), read=self.read_indices(batch, [pad])
-        )  # fmt: skip
+        read = self.read_indices(batch, [pad])
+        return dataclasses.replace(batch, rows=[], spans=[], last=np.zeros(0, dtype=np.int64), read=read)
 
     def read_indices(self, batch: MicroBatch, rows: list[np.ndarray]) -> np.ndarray | None:
         """Returns the indices of the only hidden states that anybody reads; None for all."""

@@ -28,7 +28,7 @@ def build_judge(config: JudgeConfig, ranks: Ranks) -> JudgeEngine:
     rubric = read_rubric(config.rubric)  # before the weights, which may take minutes
     shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(TeacherConfig) if hasattr(config, f.name)}
     teacher = TeacherConfig(**{**shared, "kind": "teacher"})
-    return JudgeEngine(TeacherEngine(load_policy(teacher, ranks=ranks)), config, rubric)
+    return JudgeEngine(TeacherEngine(load_policy(teacher, ranks=ranks), reads_last=True), config, rubric)
 
 
 class JudgeEngine:
@@ -73,7 +73,7 @@ class JudgeEngine:
             takes_prompts=True,
             takes_labels=rubric.needs_reference,
             max_top_k=max(len(self.labels.ids), teacher.info.max_top_k),
-            why=f"{teacher.info.why}; rubric: {trial.text}",
+            proofs=(*teacher.info.proofs, f"rubric: {trial.text}"),
             hidden_size=0,
             vocabulary="",
             tokenizer="",
@@ -99,6 +99,11 @@ class JudgeEngine:
     def score_plainly(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
         """Scores as transformers runs the model, one sequence at a time: the reference for every path."""
         return self._teacher.score_plainly(sequences)
+
+    def leave_path(self, why: str) -> None:
+        """Makes every later forward the plain one, as `Forward.leave_path`."""
+        self._teacher.leave_path(why)
+        self.info = dataclasses.replace(self.info, path=self._teacher.info.path, why=self._teacher.info.why)
 
     def discard(self) -> None:
         """Frees the weights; nothing can be computed any more."""

@@ -34,11 +34,20 @@ IMPOSSIBLE = -200.0
 class LanguageEngine(Forward):
     """One causal language model: the log-probs that it gives to the tokens of responses."""
 
-    def __init__(self, loaded: LoadedPolicy) -> None:
-        """Raises CheckpointError as `choose_path`."""
+    def __init__(self, loaded: LoadedPolicy, *, reads_last: bool = False) -> None:
+        """Raises CheckpointError as `choose_path`; `reads_last` says that only the last token's state is read."""
         self.head, self._model = loaded.head, loaded.model
         super().__init__(loaded)
-        choose_path(self, loaded)
+        choose_path(self, loaded, reads_last=reads_last)
+
+    def seen(self, rows: list[np.ndarray], path: str) -> list[np.ndarray]:
+        """Returns the rows without their last token, whose state nobody reads, if the path allows it.
+
+        A row of one token only keeps its place.
+        """
+        if self.needs_last(path):
+            return rows
+        return [row[: max(1, len(row) - 1)] for row in rows]
 
     def logprobs(
         self,
@@ -60,10 +69,7 @@ class LanguageEngine(Forward):
         if len(rows) and min(prompt_lengths) < 1:
             raise ValueError("prompt_lengths has a 0: a response needs at least one token before it")
         width = max((len(row) - int(start) for row, start in zip(rows, prompt_lengths, strict=True)), default=0)
-        # Nobody reads the state of the last token, so it is left out unless rotary frequencies depend on the length. A
-        # row of one token has no response and only keeps its place.
-        seen = rows if self.length_classes.depend_on_length else [row[: max(1, len(row) - 1)] for row in rows]
-        for states in self.run(self.plan(seen)):
+        for states in self.run(self.plan(self.seen(rows, self.path))):
             members = np.array(states.rows, dtype=np.int64)
             if not states.rows:
                 nothing = self.head(states.hidden[:1]).float().sum() * 0

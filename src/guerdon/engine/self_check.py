@@ -2,7 +2,7 @@
 
 Some models accept a packed batch and silently compute something else, such as models with a recurrent state. So each
 start compares the hidden states of each path with those of one sequence at a time, and the gradients, too, if the model
-will be trained.
+will be trained. `independence` proves what no tolerance can: that neighbours and later tokens change nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,13 @@ import torch
 
 from guerdon.core import MIN_SHARED, Score, Sequence
 from guerdon.distributed.ranks import Ranks
+from guerdon.engine import independence
 from guerdon.engine.attention import forms, registry
 from guerdon.engine.checkpoint.weights import LoadedTrunk
 from guerdon.engine.forward import Forward, HiddenStates
 from guerdon.engine.microbatches import MicroBatch
 from guerdon.errors import CheckpointError, SampleFailed, TooLarge
+from guerdon.settings.config import LanguageModelConfig
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 """Largest accepted difference between two paths' hidden states, relative to their root mean square."""
@@ -30,50 +33,102 @@ GRADIENT_TOLERANCE = {dtype: 2 * most for dtype, most in TOLERANCE.items()}
 _LONGEST = 64
 """Tokens of the longest probe."""
 
+_LOOKING_AHEAD = {
+    "is_causal": (False,),
+    "use_bidirectional_attention": (True, "all"),
+    "bidirectional": (True,),
+}
+"""Settings of `config.json` with which attention sees later tokens, in some architectures."""
+_ALONE = "neighbours change nothing: each row is computed alone"
 _NOT_FINITE = "its weights are broken, or too large for its dtype: try --dtype float32, or an earlier checkpoint"
 
 
-def choose_path(forward: Forward, loaded: LoadedTrunk) -> None:
-    """Collective; makes `forward` use the best path that passes on all ranks, and writes path and reason into its info.
+def choose_path(forward: Forward, loaded: LoadedTrunk, *, reads_last: bool) -> None:
+    """Collective; makes `forward` use the best path that passes on all ranks; writes it, why, and proofs into its info.
 
-    Raises CheckpointError if `require_packed` is set and no packed path passes.
+    Raises CheckpointError if `require_packed` is set and no packed path passes, and if a token's state depends on later
+    tokens, unless `reads_last` says that results are read from each row's last state.
     """
     config, info = loaded.config, loaded.info
-    path, why = "single", "--deterministic"
+    proofs, shares = list(info.proofs), forward.causal
+    if forward.causal:
+        sees_later, change = _sees_later(forward)
+        cause = f"a later token changes an earlier one's state by {change:.1e}{_cause(loaded)}"
+        if sees_later and not reads_last:
+            what = "a log-prob" if isinstance(config, LanguageModelConfig) else "a value"
+            raise CheckpointError(
+                f"{info.name} is not causal: {cause}, and {what} must not depend on what comes after it",
+                "serve it as a reward model; critics, teachers and policies need a causal model",
+            )
+        proofs.append(
+            f"prompts are not shared: {cause}" if sees_later else f"other later tokens change nothing ({_of(change)})"
+        )
+        shares = not sees_later
+    path, why, proof = "single", "--deterministic", _ALONE
     if not config.deterministic:
-        path, why = _best_path(forward, gradients=loaded.trains)
+        path, why, proof = _best_path(forward, gradients=loaded.trains, shares=shares)
     if config.require_packed and not path.startswith("packed"):
         raise CheckpointError(
             f"{info.name} cannot run packed: {why}", "leave out --require-packed to serve it the plain way"
         )
-    forward.path, forward.info = path, dataclasses.replace(info, path=path, why=why)
+    forward.path, forward.info = path, dataclasses.replace(info, path=path, why=why, proofs=(*proofs, proof))
     forward.use(path)
 
 
-def _best_path(forward: Forward, *, gradients: bool) -> tuple[str, str]:
-    """Returns the first path that agrees with the plain forward on all ranks, and why no better one does."""
+def _sees_later(forward: Forward) -> tuple[bool, float]:
+    """Collective; returns whether on any rank a token's state depends on later tokens, and how much it changes."""
+    info, ranks = forward.info, forward.ranks
+    row = probe_rows(info.vocab_size, info.max_length, forward.pad_token_id)[-2]
+    with checking(ranks):
+        own = independence.change_later(forward, row)
+    change = max(ranks.tell_all(own))
+    if not change:
+        return False, change
+    with checking(ranks):
+        reached = independence.is_reached_by_later(forward, row)
+    return any(ranks.tell_all(reached)), change
+
+
+def _cause(loaded: LoadedTrunk) -> str:
+    """Returns which setting of the checkpoint makes its attention look ahead, if it is a known one."""
+    config = loaded.trunk.config.get_text_config()
+    stated = {name: getattr(config, name, None) for name in _LOOKING_AHEAD}
+    found = [f"{name}: {value}" for name, value in stated.items() if value in _LOOKING_AHEAD[name]]
+    return f" (config.json has {found[0]})" if found else ""
+
+
+def _best_path(forward: Forward, *, gradients: bool, shares: bool) -> tuple[str, str, str]:
+    """Returns the first path that passes on all ranks, why no better one does, and what is proved of its neighbours."""
     info = forward.info
     rows = probe_rows(info.vocab_size, info.max_length, forward.pad_token_id)
-    candidates = ["packed+shared", "packed"] if forward.causal else ["packed"]
+    candidates = ["packed+shared", "packed"] if shares else ["packed"]
     if forward.device.type != "cpu":
         candidates.append("padded")  # on a CPU padding costs more than batching gains
     with checking(forward.ranks):
-        probe = _Probe(forward, rows, gradients)
+        probes = [_Probe(forward, rows, gradients)]
+        with independence.cut_windows(forward.trunk) as has_windows:
+            if has_windows:
+                probes.append(_Probe(forward, rows, gradients, cuts_windows=True))
     reasons = []
     for path in candidates:
         with forms.noting_skipped() as skipped, checking(forward.ranks):
-            states, slopes, refusal = probe.compare_on_all_ranks(path)
+            found = [probe.compare_on_all_ranks(path) for probe in probes]
+        refusal = next((one.refusal(forward.dtype) for one in found if one.refusal(forward.dtype)), "")
         if refusal:
             reasons.append(f"{path}: {refusal}")
-        elif states > TOLERANCE.get(forward.dtype, 5e-2):
-            reasons.append(f"{path}: differs from the plain forward by {states:.1e}")
-        elif slopes is not None and slopes > GRADIENT_TOLERANCE.get(forward.dtype, 1e-1):
-            reasons.append(f"{path}: its gradients differ from the plain forward's by {slopes:.1e}")
-        else:
-            also = "" if slopes is None else f", its gradients within {slopes:.1e}"
-            reasons += [f"attention without {form}: {why}" for form, why in skipped.items()]
-            return path, "; ".join([*reasons, f"agrees with the plain forward within {states:.1e}{also}"])
-    return "single", "; ".join(reasons)
+            continue
+        reasons += [f"attention without {form}: {why}" for form, why in skipped.items()]
+        states, slopes = max(one.states for one in found), [one.slopes for one in found if one.slopes is not None]
+        also = f", its gradients within {max(slopes):.1e}" if slopes else ""
+        who = "neighbours and siblings" if path == "packed+shared" else "neighbours"
+        change, count = max(one.swapped for one in found), sum(one.num_swapped for one in found)
+        proof = f"{who} change nothing in {count} swaps ({_of(change)})" if count else _ALONE
+        return path, "; ".join([*reasons, f"agrees with the plain forward within {states:.1e}{also}"]), proof
+    return "single", "; ".join(reasons), _ALONE
+
+
+def _of(change: float) -> str:
+    return f"{change:.1e}" if change else "0.0"
 
 
 @contextlib.contextmanager
@@ -89,42 +144,99 @@ def checking(ranks: Ranks) -> Iterator[None]:
             ) from e
 
 
+@dataclass
+class _Comparison:
+    """How far a path is from the plain forward, and what a row's company changes; the worst of all ranks."""
+
+    states: float = 0.0
+    slopes: float | None = None
+    swapped: float = 0.0
+    num_swapped: int = 0
+    is_reached: bool = False
+    error: str = ""
+
+    def refusal(self, dtype: torch.dtype) -> str:
+        """Returns why the path must not be used; empty if it may."""
+        if self.error:
+            return self.error
+        if self.states > TOLERANCE.get(dtype, 5e-2):
+            return f"differs from the plain forward by {self.states:.1e}"
+        if self.slopes is not None and self.slopes > GRADIENT_TOLERANCE.get(dtype, 1e-1):
+            return f"its gradients differ from the plain forward's by {self.slopes:.1e}"
+        if self.is_reached or self.swapped > independence.ROUNDING.get(dtype, 5e-2):
+            return f"a row's states change with its neighbours, by {self.swapped:.1e}"
+        return ""
+
+
 class _Probe:
     """A few sequences, and what the plain forward computes for each of them alone."""
 
-    def __init__(self, forward: Forward, rows: list[np.ndarray], gradients: bool) -> None:
-        self._forward, self._rows = forward, rows
+    def __init__(
+        self, forward: Forward, rows: list[np.ndarray], gradients: bool, *, cuts_windows: bool = False
+    ) -> None:
+        """With `cuts_windows` the attention's windows are shorter than the sequences."""
+        self._forward, self._rows, self._cuts_windows = forward, rows, cuts_windows
         # Only sequences in one batch can show that they do not change each other.
         self._budget = max(forward.max_batch_tokens, sum(map(len, rows)))
-        with forward.no_gradients():
+        with self._windows(), forward.no_gradients():
             self._states = {x.rows[0]: x for x in self._run("single")}
         # Any weights do that make each element of each hidden state count.
         random = torch.Generator().manual_seed(0)
         width = next(iter(self._states.values())).hidden.shape[-1]
         self._weights = [torch.randn(len(row), width, generator=random).to(forward.device) for row in rows]
-        self._gradients = {x.rows[0]: x.hidden for x in self._run_backward("single")} if gradients else None
+        for weights, seen in zip(self._weights, forward.seen(rows, "packed"), strict=True):
+            weights[len(seen) :] = 0
+        with self._windows():
+            self._gradients = {x.rows[0]: x.hidden for x in self._run_backward("single")} if gradients else None
 
-    def compare_on_all_ranks(self, path: str) -> tuple[float, float | None, str]:
-        """Collective; returns the worst rank's `_compare` and an empty text, or why the path cannot run."""
+    def compare_on_all_ranks(self, path: str) -> _Comparison:
+        """Collective; returns the worst of all ranks' comparisons, or why the path cannot run."""
+        swaps: list[independence.Swap] = []
+
+        def compare() -> _Comparison:
+            found = _Comparison(*self._compare(path))
+            found.swapped, swaps[:] = independence.swap_neighbours(self._forward, path)
+            found.num_swapped = sum(swap.num_rows for swap in swaps)
+            return found
+
+        worst = self._on_all_ranks(path, compare)
+        if not worst.error and (worst.swapped or self._gradients is not None):
+            reached = self._on_all_ranks(
+                path, lambda: _Comparison(is_reached=any(independence.is_reached(self._forward, x) for x in swaps))
+            )
+            worst = dataclasses.replace(worst, is_reached=reached.is_reached, error=reached.error)
+        return worst
+
+    def _on_all_ranks(self, path: str, compare: Callable[[], _Comparison]) -> _Comparison:
         forward = self._forward
-        states, slopes, refusal = 0.0, None, ""
+        own = _Comparison()
         try:
             registry.register()
             forward.use(path)
             if path.startswith("packed") and forward.trunk.config._attn_implementation != registry.NAME:
                 raise NotImplementedError("its attention is not in transformers' registry")
-            states, slopes = self._compare(path)
+            with self._windows():
+                own = compare()
         except torch.OutOfMemoryError:  # it says nothing about the path
             raise
         except (ValueError, NotImplementedError, RuntimeError, TypeError, LookupError, AttributeError) as e:
-            refusal = (str(e).splitlines() or [type(e).__name__])[0][:120]
+            own = _Comparison(error=(str(e).splitlines() or [type(e).__name__])[0][:120])
         finally:
             forward.use("single")
             forward.reset_after_error()
-        found = forward.ranks.tell_all((states, slopes, refusal))
-        refusals = [other for *_, other in found if other]
-        all_slopes = None if slopes is None else max(other for _, other, _ in found if other is not None)
-        return max(other for other, *_ in found), all_slopes, refusals[0] if refusals else ""
+        found = [_Comparison(*told) for told in forward.ranks.tell_all(dataclasses.astuple(own))]
+        slopes = [one.slopes for one in found if one.slopes is not None]
+        return _Comparison(
+            max(one.states for one in found),
+            max(slopes) if slopes else None,
+            max(one.swapped for one in found),
+            min(one.num_swapped for one in found),
+            any(one.is_reached for one in found),
+            next((one.error for one in found if one.error), ""),
+        )
+
+    def _windows(self) -> contextlib.AbstractContextManager[Any]:
+        return independence.cut_windows(self._forward.trunk) if self._cuts_windows else contextlib.nullcontext()
 
     def _compare(self, path: str) -> tuple[float, float | None]:
         """Returns the largest relative difference of a sequence's readable states, and of its gradients.
@@ -150,39 +262,27 @@ class _Probe:
 
     def _plan(self, path: str) -> Iterator[MicroBatch]:
         """Plans the probes in one batch if the path can: not split by length, and by no other rank's number of rows."""
-        limits: list[int | None] = [None] * len(self._rows)
-        for batch in self._forward.batcher.plan(path, self._rows, limits, self._budget):
-            batch.read = self._forward.read_indices(batch, self._rows)
+        rows = self._forward.seen(self._rows, path)
+        for batch in self._forward.batcher.plan(path, rows, [None] * len(rows), self._budget):
+            batch.read = self._forward.read_indices(batch, rows)
             yield batch
 
     def _states_difference(self, states: HiddenStates) -> float:
         read = self._forward.readable(states, self._rows)
         plain = [self._forward.readable(self._states[row], self._rows)[0] for row in states.rows]
-        return max(_relative(got, want) for got, want in zip(read, plain, strict=True))
+        return max(_relative(got, want[: len(got)]) for got, want in zip(read, plain, strict=True))
 
     def _run_backward(self, path: str) -> Iterator[HiddenStates]:
-        """Yields the path's states, with the gradients of the embeddings in place of the hidden states.
-
-        An error in any layer's backward pass reaches the embeddings below it.
-        """
+        """Yields the path's states, with the gradients of the embeddings in place of the hidden states."""
         forward = self._forward
-        leaves: list[torch.Tensor] = []
 
-        def catch(_: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
-            leaves[:] = [embedded.detach().requires_grad_()]
-            return leaves[0].clone()  # some models scale it in place, which a leaf does not allow
+        def total(states: HiddenStates) -> torch.Tensor:
+            read = [states.hidden[forward.to_device(states.gather(i))] for i in range(len(states.rows))]
+            weights = [self._weights[row] for row in states.rows]
+            parts = [(x.float() * w[: len(x)]).sum() for x, w in zip(read, weights, strict=True)]
+            return torch.stack(parts).sum()
 
-        handle = forward.trunk.get_input_embeddings().register_forward_hook(catch)
-        try:
-            with torch.enable_grad():
-                for states in self._run(path):
-                    read = [states.hidden[forward.to_device(states.gather(i))] for i in range(len(states.rows))]
-                    weights = [self._weights[row] for row in states.rows]
-                    total = torch.stack([(x.float() * w).sum() for x, w in zip(read, weights, strict=True)]).sum()
-                    states.hidden = torch.autograd.grad(total, leaves[0])[0].flatten(0, 1)
-                    yield states
-        finally:
-            handle.remove()
+        yield from independence.embedding_gradients(forward, self._plan(path), total)
 
     def _gradients_difference(self, states: HiddenStates) -> float:
         assert self._gradients is not None
@@ -190,7 +290,7 @@ class _Probe:
         # A token that several sequences share has the sum of their gradients.
         want = torch.zeros_like(states.hidden, dtype=torch.float32)
         for at, row in zip(own, states.rows, strict=True):
-            want.index_add_(0, at, self._gradients[row].float())
+            want.index_add_(0, at, self._gradients[row][: len(at)].float())
         return max(_relative(states.hidden[at], want[at]) for at in own)
 
 
@@ -207,7 +307,7 @@ def probe_rows(vocab_size: int | None, max_length: int | None, avoid: int) -> li
     ids = np.setdiff1d(np.arange(vocab_size or 2), [avoid])
     prompt = rng.choice(ids, max(longest // 2, min(MIN_SHARED, longest - 1)))
     rows = [np.concatenate([prompt, rng.choice(ids, max(1, longest // k))]) for k in (2, 3, 8)]
-    rows += [rng.choice(ids, n) for n in (max(1, longest // 4), longest, 1)]
+    rows += [rng.choice(ids, n) for n in (max(1, longest // 4), max(1, longest // 2), 1)]
     return [r[:longest].astype(np.int64) for r in rows]
 
 

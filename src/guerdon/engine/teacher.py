@@ -47,8 +47,8 @@ class TeacherEngine(LanguageEngine):
 
     takes_all = False
 
-    def __init__(self, loaded: LoadedPolicy) -> None:
-        """Raises CheckpointError as `choose_path`, and if no probe has finite log-probs."""
+    def __init__(self, loaded: LoadedPolicy, *, reads_last: bool = False) -> None:
+        """Raises CheckpointError as `LanguageEngine`, and if no probe has finite log-probs."""
         config = loaded.config
         assert isinstance(config, TeacherConfig)
         self.encoder = None if loaded.tokenizer is None else TextEncoder(loaded.tokenizer)
@@ -66,7 +66,7 @@ class TeacherEngine(LanguageEngine):
         )
         self._exporting = threading.Lock()
         self._head_file: HeadFile | None = None
-        super().__init__(dataclasses.replace(loaded, info=info))
+        super().__init__(dataclasses.replace(loaded, info=info), reads_last=reads_last)
         check_finite(self, self._probe, every=False)
 
     def check_scores(self) -> None:
@@ -86,8 +86,7 @@ class TeacherEngine(LanguageEngine):
             return []
         rows, limits, slots = deduplicate(sequences)
         askers = _Askers(sequences, slots)
-        # Nobody reads the state of most last tokens; frequencies that depend on the length need all tokens.
-        whole = askers.slots_that_go_on if not self.length_classes.depend_on_length else range(len(rows))
+        whole = askers.slots_that_go_on | (askers.slots_as_sent if self.needs_last(path or self.path) else set())
         seen = [row if i in whole else row[: max(1, len(row) - 1)] for i, row in enumerate(rows)]
         parts: list[_Part] = []
         with self.no_gradients():
@@ -197,7 +196,9 @@ class _Askers:
         self._of_slot: dict[int, list[int]] = {}
         for number, slot in enumerate(slots):
             self._of_slot.setdefault(slot, []).append(number)
-        self.slots_that_go_on = {slot for slot, q in zip(slots, self._queries, strict=True) if q.with_next}
+        asked = list(zip(slots, self._queries, strict=True))
+        self.slots_that_go_on = {slot for slot, query in asked if query.with_next}
+        self.slots_as_sent = {slot for slot, query in asked if not query.ends_in_placeholder}
 
     def of(self, states: HiddenStates) -> list[tuple[_Form, list[_Asked]]]:
         """Returns those whose rows are in the micro-batch, by what they ask."""

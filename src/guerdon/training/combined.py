@@ -96,6 +96,11 @@ class CriticWithReward:
         """As `score`, by the plain forward of both. Raises Offloaded."""
         return self._score(sequences, is_plain=True)
 
+    def leave_path(self, why: str) -> None:
+        """Makes every later forward of both the plain one, as `Forward.leave_path`."""
+        self._critic.leave_path(why)
+        self._reward.leave_path(why)
+
     def _score(self, sequences: list[Sequence], is_plain: bool) -> list[Score | GuerdonError]:
         self._critic.check_ready()
         rewarded = [s for s in sequences if s.wants_reward]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -152,6 +153,10 @@ class CriticTrainer:
         self.check_ready()
         return self.engine.score_plainly(sequences)
 
+    def leave_path(self, why: str) -> None:
+        """Makes every later forward the plain one, in training as well, as `Forward.leave_path`."""
+        self.engine.leave_path(why)
+
     def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport:
         """Makes one optimiser step per global batch in each of `request.updates` passes, or the `first_steps` of them.
 
@@ -190,8 +195,7 @@ class CriticTrainer:
         self.check_ready()
         batches = self._batches(request)
         totals = _TrainTotals(self._optimiser.learning_rate, len(batches))
-        with collectives.share_errors(self._ranks):
-            all_sums = self._measure(batches)
+        all_sums = self.engine.retry_plainly(lambda: self._measure(batches))
         for batch, sums in zip(batches, all_sums, strict=True):
             totals.add(batch, collectives.sum_over_parts(sums, self._ranks))
         return self._report(request, totals)
@@ -199,6 +203,12 @@ class CriticTrainer:
     def estimate(self, request: TrainRequest) -> TrainRequest:
         """Collective; returns the request with what its rewards and the current values make, as `with_estimates`."""
         self.check_ready()
+        table = self.engine.retry_plainly(lambda: self._value_table(request))
+        collectives.sum_tables(table, self._ranks)
+        return with_estimates(request, table.numpy())
+
+    def _value_table(self, request: TrainRequest) -> Tensor:
+        """Returns this rank's values at their places in the request's table, all others 0."""
         rows = read_rows(request.tokens, request.mask, int(self._keeps_action))
         numbers = list(rows)
         part = collectives.rows_of_this_rank(list(rows.values()), self._ranks)
@@ -208,24 +218,22 @@ class CriticTrainer:
                 for i, own in zip(at, values, strict=bool(at)):
                     row = table[numbers[part[i]]]
                     row[: len(own)] = own[: len(row)].cpu()
-        collectives.sum_tables(table, self._ranks)
-        return with_estimates(request, table.numpy())
+        return table
 
     @property
     def _keeps_action(self) -> bool:
-        return self.engine.length_classes.depend_on_length
+        return self.engine.needs_last(self.engine.path)
 
     def _batches(self, request: TrainRequest) -> list[GlobalBatch]:
-        return global_batches(request, self._config.global_batch_size, with_action=self._keeps_action)
+        return global_batches(request, self._config.global_batch_size)
 
     def _measure(self, batches: list[GlobalBatch]) -> list[ValueLossStats]:
         """Returns this rank's sums of each batch."""
-        with self.engine.no_gradients():
+        with collectives.share_errors(self._ranks), self.engine.no_gradients():
             return [sum((stats for _, stats in self._losses(batch)), ValueLossStats()) for batch in batches]
 
     def _step(self, batch: GlobalBatch, totals: _TrainTotals) -> None:
-        with collectives.share_errors(self._ranks):
-            own = self._add_gradients(batch)
+        own = self.engine.retry_plainly(lambda: self._add_gradients(batch))
         sums = collectives.sum_over_parts(own, self._ranks)
         if batch.num_tokens:
             self._optimiser.sum_over_ranks()
@@ -235,7 +243,10 @@ class CriticTrainer:
                 with self._changing_weights("a step broke off inside the optimiser"):
                     with collectives.share_errors(self._ranks):
                         self._optimiser.apply(totals.grad_norm)
-                    self._history = _digest(self._history, *batch.rows, *batch.targets)
+                    # Whichever path computed it, the step's version is the same.
+                    self._history = _digest(
+                        self._history, *itertools.chain(*batch.read(self.engine.length_classes.depend_on_length))
+                    )
                 totals.num_steps += 1
             else:
                 log.warning("skipped a step: the norm of its gradient is %s", totals.grad_norm)
@@ -244,25 +255,30 @@ class CriticTrainer:
         totals.add(batch, sums)
 
     def _add_gradients(self, batch: GlobalBatch) -> ValueLossStats:
-        """Accumulates the gradients of this rank's part of the batch."""
+        """Accumulates the gradients of this rank's part of the batch; drops them if any rank raises."""
         sums = ValueLossStats()
-        with torch.enable_grad():
-            for loss, stats in self._losses(batch):
-                loss.backward()
-                self._optimiser.collect()
-                sums += stats
+        try:
+            with collectives.share_errors(self._ranks), torch.enable_grad():
+                for loss, stats in self._losses(batch):
+                    loss.backward()
+                    self._optimiser.collect()
+                    sums += stats
+        except BaseException:
+            self._optimiser.free()
+            raise
         return sums
 
     def _losses(self, batch: GlobalBatch) -> Iterator[tuple[Tensor, ValueLossStats]]:
         """Yields this rank's share of the batch's loss for each micro-batch; call backward before taking the next."""
         clip = self._config.loss_clip_val
-        part = collectives.rows_of_this_rank(batch.rows, self._ranks)
-        for numbers, values in self.engine.values([batch.rows[i] for i in part]):
+        rows, all_targets = batch.read(self._keeps_action)
+        part = collectives.rows_of_this_rank(rows, self._ranks)
+        for numbers, values in self.engine.values([rows[i] for i in part]):
             if not numbers:
                 # A filler: the other ranks wait in its backward pass.
                 yield values[0].sum() * 0, ValueLossStats()
                 continue
-            targets = torch.from_numpy(np.concatenate([batch.targets[part[i]] for i in numbers], axis=1))
+            targets = torch.from_numpy(np.concatenate([all_targets[part[i]] for i in numbers], axis=1))
             prev_values, returns, mask = targets.to(values[0].device)
             yield clipped_value_loss(torch.cat(values), prev_values, returns, mask, clip, batch.sum_mask)
 
@@ -385,9 +401,9 @@ class CriticTrainer:
 class GlobalBatch:
     """The rows of one optimiser step that have a masked token.
 
-    `rows` are int64 `[T_i]`, cut behind the last masked token, or behind its action: a causal model never reads what
-    follows. `targets` are float32 `[3, T_i]`: prev_values, returns and mask of these tokens. `sum_mask` is the mask's
-    sum over all of them, `num_tokens` the number of tokens with a mask above 0.
+    `rows` are int64 `[T_i]`, cut behind the action of the last masked token: a causal model never reads what follows.
+    `targets` are float32 `[3, T_i]`: prev_values, returns and mask of these tokens, 0 for that action. `sum_mask` is
+    the mask's sum over all of them, `num_tokens` the number of tokens with a mask above 0.
     """
 
     rows: list[np.ndarray]
@@ -395,23 +411,26 @@ class GlobalBatch:
     sum_mask: float
     num_tokens: int
 
+    def read(self, with_action: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Returns rows and targets; those of the last actions are for models whose values depend on a row's length."""
+        end = None if with_action else -1
+        return [row[:end] for row in self.rows], [own[:, :end] for own in self.targets]
 
-def global_batches(request: TrainRequest, size: int, *, with_action: bool = False) -> list[GlobalBatch]:
+
+def global_batches(request: TrainRequest, size: int) -> list[GlobalBatch]:
     """Splits the request's rows in order into batches of `size`; the last one may be smaller.
 
     Trees are taken path by path, and never split: a batch ends before a tree that would exceed it.
-    `with_action` keeps the token behind the last masked one. It is for models whose values depend on the row's length,
-    because a row has that token when it is scored.
     """
     flat, trees = flatten(request)
-    return [_global_batch(flat, part, int(with_action)) for part in whole_trees(trees, size)]
+    return [_global_batch(flat, part) for part in whole_trees(trees, size)]
 
 
-def _global_batch(request: TrainRequest, part: slice, num_more: int) -> GlobalBatch:
+def _global_batch(request: TrainRequest, part: slice) -> GlobalBatch:
     tokens, mask = request.tokens[part], request.mask[part]
     targets = np.stack([request.prev_values[part], request.returns[part], mask])
-    rows = read_rows(tokens, mask, num_more)
-    own = [np.pad(targets[:, i, : len(row) - num_more], ((0, 0), (0, num_more))) for i, row in rows.items()]
+    rows = read_rows(tokens, mask, num_more=1)
+    own = [np.pad(targets[:, i, : len(row) - 1], ((0, 0), (0, 1))) for i, row in rows.items()]
     return GlobalBatch(list(rows.values()), own, float(mask.sum(dtype=np.float64)), int((mask > 0).sum()))
 
 

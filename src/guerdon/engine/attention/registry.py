@@ -79,7 +79,8 @@ def packed_attention(
     if isinstance(batch, Decoding):
         if batch.prompts is None:
             allows = None if attention_mask is None else attention_mask.allows
-            return batch.attend(module, query, key, value, scale, allows, softcap, s_aux).transpose(1, 2), None
+            out = batch.attend(module, query, key, value, scale, allows, softcap, s_aux)
+            return out.transpose(1, 2).contiguous(), None
         batch.store(module, key, value)
         batch = batch.prompts
     if key.shape[2] != batch.num_tokens:
@@ -95,7 +96,7 @@ def packed_attention(
         out = of_few(batch, read, query, key, value, scale)
     else:
         out = form.compute(batch, query, key, value, scale, need, pattern, s_aux)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # some models view it in another shape
 
 
 def register() -> None:

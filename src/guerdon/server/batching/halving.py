@@ -1,4 +1,7 @@
-"""Entered only if a batch's forward raises: scores the batch by halves, so that only the guilty sample fails."""
+"""Entered only if a batch's forward raises: tries the plain forward, then halves, so that only the guilty sample fails.
+
+A path that raises on samples that the plain forward scores is left for good: it would fail again on each such sample.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,12 @@ import re
 from typing import Any, Protocol
 
 from guerdon.core import Command, Scored, Signal
-from guerdon.errors import GuerdonError, ServerFault, Unavailable, describe
+from guerdon.errors import GuerdonError, ServerFault, Unavailable, describe, is_out_of_memory
 from guerdon.server.batching.jobs import Batch
 from guerdon.server.logs import failure, without_frames
 
 log = logging.getLogger(__name__)
 
-_OUT_OF_MEMORY = (
-    "out of memory", "_STATUS_ALLOC_FAILED", "not enough memory", "allocate memory", "bad_alloc", "OutOfMemoryError",
-    "could not create a primitive", "could not create a memory",
-)  # fmt: skip
-"""Found in the texts of errors: of CUDA and its libraries, of torch on a CPU, of C++, of oneDNN, and of another rank's
-error, which arrives as text."""
 _FAULTS = (
     "an illegal memory access", "an illegal instruction", "device-side assert", "misaligned address",
     "unspecified launch failure", "invalid program counter", "hardware stack error", "uncorrectable",
@@ -46,6 +43,7 @@ class Halving:
         self._model = model
         self._most_fitted = 0
         self._is_sample_too_large = False
+        self._may_blame_path = False
 
     @property
     def fits(self) -> int | None:
@@ -62,7 +60,8 @@ class Halving:
         if isinstance(error, Unavailable):
             return error.with_traceback(None)  # whose frames refer to the answer: that cycle would keep the batch
         is_alone, cause = len(batch.entries) == 1, ""
-        if is_out_of_memory(error):
+        self._may_blame_path = not is_out_of_memory(error)
+        if not self._may_blame_path:
             cause = " for lack of memory"  # which the error itself may not say
             self.num_out_of_memory += 1
             self._is_sample_too_large |= is_alone
@@ -77,15 +76,31 @@ class Halving:
         return answer
 
     def split(self, batch: Batch, error: GuerdonError) -> Scored:
-        """Returns results in batch order: the halves' scores, or `error` for a single sample.
+        """Returns results in batch order: those of the plain forward, else the halves', or `error` for a single sample.
 
         Unavailable is no sample's fault, and so the answer to every sample.
         """
-        is_over = isinstance(error, Unavailable) or len(batch.entries) == 1
-        if is_over or all(job.cancelled for job, _ in batch.entries):
-            return Scored([error] * len(batch.entries), "")
+        failed = Scored([error] * len(batch.entries), "")
+        if isinstance(error, Unavailable) or all(job.cancelled for job, _ in batch.entries):
+            return failed
+        if self._may_blame_path and (scored := self._score_plainly(batch, error)) is not None:
+            return scored
+        if len(batch.entries) == 1:
+            return failed
         first, second = (self._score(half) for half in batch.halves())
         return Scored([*first.results, *second.results], first.weights_version or second.weights_version)
+
+    def _score_plainly(self, batch: Batch, error: GuerdonError) -> Scored | None:
+        """Returns the plain forward's scores, and leaves the path that raised `error`; None if it raises as well."""
+        command = Command(Signal.FORWARD, self._model, batch.sequences, plain=True)
+        try:
+            scored = check_count(self._group.execute(command), batch)
+        except BaseException as e:  # as in `_score`
+            check_device(e)
+            return None
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        self._group.execute(Command(Signal.LEAVE_PATH, self._model, why=reason))
+        return scored
 
     def _score(self, batch: Batch) -> Scored:
         try:
@@ -104,11 +119,6 @@ def check_count(scored: Any, batch: Batch) -> Scored:
     if len(scored.results) != len(batch.entries):
         raise ValueError(f"{len(scored.results)} results for {len(batch.entries)} samples")
     return scored
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error reports a lack of memory; torch has a class of its own only for GPUs."""
-    return isinstance(error, MemoryError) or any(text in describe(error) for text in _OUT_OF_MEMORY)
 
 
 def check_device(error: BaseException) -> None:

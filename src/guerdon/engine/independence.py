@@ -1,0 +1,201 @@
+"""Proves what a hidden state does not depend on: neighbours in its batch, siblings under its prompt, later tokens.
+
+A tolerance cannot prove it: in bfloat16 rounding is larger than what a recurrent state of freshly initialised weights
+carries from one row into the next. So the same batch is computed twice, with the same shapes and other contents in some
+places. All other states must be equal in bits, because their arithmetic is the same. Experts may take other numbers of
+tokens and round differently, so that a difference counts as a dependence only if it has a gradient, which is exactly
+zero without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from guerdon.core import MIN_SHARED
+from guerdon.engine.forward import Forward, HiddenStates
+from guerdon.engine.microbatches import MicroBatch
+
+_LEAF = 5
+"""Tokens of a row behind its prompt: a state that is carried from row to row is strongest at their beginning."""
+_ROWS = 4
+"""Rows of their own, and as many siblings."""
+WINDOW = 20
+"""What windows are cut to, so that short probes reach beyond them."""
+ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2}
+"""Largest change without a gradient that passes for rounding; in bfloat16 and others 5e-2."""
+_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "local_attention", "window_size")
+
+
+@contextlib.contextmanager
+def cut_windows(trunk: Any) -> Iterator[bool]:
+    """Makes every attention window of the trunk short inside the context; yields whether it has one."""
+    places = [trunk.config.get_text_config(), *trunk.modules()]  # modules keep copies
+    own = [(place, name, getattr(place, name, None)) for place in places for name in _WINDOWS]
+    cut: list[tuple[Any, str, int]] = []
+    try:
+        for place, name, value in own:
+            if type(value) is not int or value <= WINDOW:
+                continue
+            with contextlib.suppress(AttributeError, ValueError):  # a property, or checked against something else
+                setattr(place, name, WINDOW)
+                cut.append((place, name, value))
+        yield bool(cut)
+    finally:
+        for place, name, value in cut:
+            setattr(place, name, value)
+
+
+# ------------------------------------------------------------------------------------------------- neighbours
+
+
+@dataclass(frozen=True)
+class Swap:
+    """A batch in which some rows exchanged their contents: which states must stay equal, and which tokens changed.
+
+    `kept` and `changed` are indices into the batch's tokens, int64.
+    """
+
+    batch: MicroBatch
+    kept: np.ndarray
+    changed: np.ndarray
+    num_rows: int
+
+
+def swap_neighbours(forward: Forward, path: str) -> tuple[float, list[Swap]]:
+    """Returns the largest change of a state whose row kept its content, as `largest_change`, and what was exchanged.
+
+    The path's attention must be in use. Every row is kept once, while all beside it are exchanged.
+    """
+    rows, change, swaps = _neighbours(forward), 0.0, []
+    budget = max(forward.max_batch_tokens, sum(map(len, rows)))
+    with forward.no_gradients():
+        for batch in forward.batcher.plan(path, rows, [None] * len(rows), budget):
+            before = next(iter(forward.run([batch]))).hidden
+            for swap in _exchanges(batch, _leaf(forward)):
+                after = next(iter(forward.run([swap.batch]))).hidden
+                kept = forward.to_device(swap.kept)
+                change = max(change, largest_change(after[kept], before[kept]))
+                swaps.append(swap)
+    return change, swaps
+
+
+def is_reached(forward: Forward, swap: Swap) -> bool:
+    """Whether a kept state has a gradient by the embedding of a token that was exchanged."""
+    return _has_gradient(forward, swap.batch, swap.kept, swap.changed)
+
+
+def _exchanges(batch: MicroBatch, leaf: int) -> Iterator[Swap]:
+    """Yields the batch with the leaves of every other row exchanged, and of all others; none if the batch is small."""
+    leaves = {i: batch.gather(i)[-leaf:] for i in range(len(batch.rows))}
+    order = sorted(leaves, key=lambda i: leaves[i][0])
+    for odd in (0, 1) if len(order) > 3 else ():
+        kept, others = order[odd::2], order[1 - odd :: 2]
+        tokens = batch.tokens.copy()
+        for has_prompt in (False, True):  # siblings with siblings: experts take as many tokens as before
+            kind = [leaves[i] for i in others if (len(batch.gather(i)) > leaf) == has_prompt]
+            for one, other in zip(kind, kind[1:] + kind[:1], strict=True):
+                tokens.reshape(-1)[one] = batch.tokens.reshape(-1)[other]
+        yield Swap(
+            dataclasses.replace(batch, tokens=tokens),
+            np.unique(np.concatenate([batch.gather(i) for i in kept])),
+            np.concatenate([leaves[i] for i in others]),
+            len(kept),
+        )
+
+
+def _neighbours(forward: Forward) -> list[np.ndarray]:
+    """Returns rows of one length, and longer ones that share a beginning, without padding."""
+    longest, leaf = forward.info.max_length or MIN_SHARED + _LEAF, _leaf(forward)
+    ids = np.setdiff1d(np.arange(forward.info.vocab_size or 2), [forward.pad_token_id])
+    rng = np.random.default_rng(1)
+    prompt = rng.choice(ids, min(MIN_SHARED, longest - leaf))
+    rows = [rng.choice(ids, leaf) for _ in range(2 * _ROWS)]
+    return [*rows[:_ROWS], *(np.concatenate([prompt, leaf]) for leaf in rows[_ROWS:])]
+
+
+def _leaf(forward: Forward) -> int:
+    return min(_LEAF, forward.info.max_length or _LEAF)
+
+
+# ----------------------------------------------------------------------------------------------- later tokens
+
+
+def change_later(forward: Forward, row: np.ndarray) -> float:
+    """Returns the largest change of a state in the first half of `row` when the second half changes.
+
+    It is computed by the plain forward, whose attention must be in use.
+    """
+    half = len(row) // 2
+    with forward.no_gradients():
+        before, after = (
+            next(iter(forward.run(_alone(forward, one)))).hidden[:half]
+            for one in (row, np.concatenate([row[:half], row[half:][::-1]]))
+        )
+    return largest_change(after, before)
+
+
+def is_reached_by_later(forward: Forward, row: np.ndarray) -> bool:
+    """Whether a state in the first half of `row` has a gradient by the embedding of a token in the second half."""
+    (batch,), half = _alone(forward, row), len(row) // 2
+    return _has_gradient(forward, batch, np.arange(half), np.arange(half, len(row)))
+
+
+def _alone(forward: Forward, row: np.ndarray) -> list[MicroBatch]:
+    return list(forward.batcher.plan("single", [row], [None], len(row)))
+
+
+# ------------------------------------------------------------------------------------------ change and gradient
+
+
+def largest_change(got: Tensor, want: Tensor) -> float:
+    """Returns the largest difference of a number, relative to the root mean square of those wanted; 0 if none differs.
+
+    Numbers that are NaN in both do not differ.
+    """
+    if ((got == want) | (got.isnan() & want.isnan())).all():
+        return 0.0
+    got, want = got.float(), want.float()
+    relative = ((got - want).abs().max() / want.square().mean().sqrt()).item()
+    return relative if np.isfinite(relative) else float("inf")
+
+
+def embedding_gradients(
+    forward: Forward, batches: Iterable[MicroBatch], total: Callable[[HiddenStates], Tensor]
+) -> Iterator[HiddenStates]:
+    """Yields the batches' states, with the gradients of the `total` by the embeddings in place of the hidden states.
+
+    An error in any layer's backward pass reaches the embeddings below it.
+    """
+    leaves: list[Tensor] = []
+
+    def catch(_: Any, __: Any, embedded: Tensor) -> Tensor:
+        leaves[:] = [embedded.detach().requires_grad_()]
+        return leaves[0].clone()  # some models scale it in place, which a leaf does not allow
+
+    handle = forward.trunk.get_input_embeddings().register_forward_hook(catch)
+    try:
+        with torch.enable_grad():
+            for states in forward.run(batches):
+                states.hidden = torch.autograd.grad(total(states), leaves[0])[0].flatten(0, 1)
+                yield states
+    finally:
+        handle.remove()
+
+
+def _has_gradient(forward: Forward, batch: MicroBatch, states_at: np.ndarray, tokens_at: np.ndarray) -> bool:
+    random = torch.Generator().manual_seed(0)
+
+    def total(states: HiddenStates) -> Tensor:
+        kept = states.hidden[forward.to_device(states_at)].float()
+        return (kept * torch.randn(kept.shape, generator=random).to(kept.device)).sum()
+
+    (states,) = embedding_gradients(forward, [batch], total)
+    return bool(states.hidden[forward.to_device(tokens_at)].count_nonzero())

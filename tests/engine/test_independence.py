@@ -1,0 +1,267 @@
+"""The self-check proves that neighbours, siblings and later tokens change nothing, which no tolerance can.
+
+The references are plain transformers, one sequence at a time, and equality in bits.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import zoo
+from guerdon.assembly import build_scorer
+from guerdon.core import Score, Sequence
+from guerdon.engine import independence
+from guerdon.engine.attention import registry
+from guerdon.engine.checkpoint.language_models import load_policy
+from guerdon.engine.checkpoint.reward_models import load_critic
+from guerdon.engine.engine import Engine
+from guerdon.engine.logprobs import LanguageEngine
+from guerdon.engine.teacher import TeacherEngine
+from guerdon.errors import CheckpointError
+from guerdon.settings.config import LanguageModelConfig, ModelConfig, TeacherConfig
+
+_HYBRID = {**zoo._GROUPED, "num_hidden_layers": 4}
+_LATENT = {
+    **zoo._GROUPED, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "index_topk": 8,
+    "index_head_dim": 16, "index_n_heads": 2,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "zamba": {
+        **zoo._GROUPED, "num_hidden_layers": 5, "attention_head_dim": 16, "mamba_d_state": 8, "mamba_dt_rank": 4,
+        "n_mamba_heads": 2, "use_mamba_kernels": False,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"],
+    },
+    "recurrent_gemma": {
+        **zoo._GROUPED, "num_hidden_layers": 3, "lru_width": 32, "head_dim": 8, "attention_window_size": 16,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    },
+    "falcon_h1": zoo.LANGUAGE_MODELS["falcon-h1"][1],
+    "jamba": zoo.ARCHITECTURES["jamba"][1],
+    "lfm2": {**_HYBRID, "layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8, "conv_L_cache": 3},
+    "lfm2_moe": {
+        **_HYBRID, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 2, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    },
+    "llama": zoo._GROUPED,
+    "mixtral": zoo.ARCHITECTURES["mixtral"][1],
+    "afmoe": {
+        **_HYBRID, "head_dim": 8, "sliding_window": 200, "num_dense_layers": 1, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "deepseek_v32": _LATENT,
+    "glm_moe_dsa": _LATENT,
+    "hy_v4": _LATENT,
+    "deepseek_v4": {
+        **zoo.PECULIAR["deepseek-v4"][1], "layer_types": ["compressed_sparse_attention", "sliding_attention"],
+        "index_topk": 4, "index_head_dim": 16, "index_n_heads": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def fresh(name: str, folder: Path, *, randomised: bool = False) -> Path:
+    """Writes a model as transformers initialises it: what a state carries from row to row is small."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **MODELS[name]))
+    if randomised:
+        zoo._randomise(model)
+    model.generation_config.do_sample = True
+    model.save_pretrained(folder)
+    return folder
+
+
+def teacher(folder: Path, dtype: str = "float32") -> TeacherEngine:
+    return TeacherEngine(load_policy(TeacherConfig(model=str(folder), dtype=dtype)))  # type: ignore[arg-type]
+
+
+def logprobs(engine: TeacherEngine, rows: list[np.ndarray]) -> list[np.ndarray]:
+    found = []
+    for result in engine.score([Sequence(row) for row in rows]):
+        assert isinstance(result, Score) and result.logprobs is not None
+        assert result.logprobs.logprobs is not None
+        found.append(result.logprobs.logprobs)
+    return found
+
+
+@torch.no_grad()
+def wanted(folder: Path, rows: list[np.ndarray], *, without_last: bool = False) -> list[np.ndarray]:
+    """Each token's log-prob by transformers, given the whole row, or all but its last token."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    made = []
+    for row in rows:
+        seen = torch.from_numpy(row[:-1] if without_last else row)[None]
+        logits = model(input_ids=seen, use_cache=False).logits[0, : len(row) - 1].float()
+        made.append(logits.log_softmax(-1).gather(1, torch.from_numpy(row[1:])[:, None])[:, 0].numpy())
+    return made
+
+
+def texts(*lengths: int, seed: int = 0) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    return [random.integers(zoo.FIRST_TOKEN, zoo.VOCAB_SIZE, n) for n in lengths]
+
+
+# ------------------------------------------------------------------------------------- neighbours and siblings
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "randomised"),
+    [
+        ("zamba", "bfloat16", False),
+        ("recurrent_gemma", "bfloat16", True),
+        ("falcon_h1", "bfloat16", False),
+        ("jamba", "float32", False),
+        ("jamba", "bfloat16", False),
+        ("lfm2", "float32", False),
+        ("lfm2_moe", "float32", False),
+    ],
+)
+def test_what_runs_from_row_to_row_is_found_below_any_tolerance(
+    name: str, dtype: str, randomised: bool, tmp_path: Path
+) -> None:
+    engine = teacher(fresh(name, tmp_path, randomised=randomised), dtype)
+    assert engine.path == "single", engine.info.why
+    assert engine.info.proofs[-1] == "neighbours change nothing: each row is computed alone"
+    row, *others = texts(12, 9, 12, 30)
+    companies = [[row], [others[0], row], [others[1], row, others[2]], [others[2], row]]
+    found = [logprobs(engine, company)[min(1, len(company) - 1)] for company in companies]
+    assert all(np.array_equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_attention_alone_computes_stays_packed(name: str, dtype: str, tmp_path: Path) -> None:
+    engine = teacher(fresh(name, tmp_path), dtype)
+    assert engine.path == "packed+shared", engine.info.why
+    assert engine.info.proofs == (
+        "other later tokens change nothing (0.0)", "neighbours and siblings change nothing in 8 swaps (0.0)",
+    )  # fmt: skip
+
+
+def test_a_leak_smaller_than_the_tolerance_of_the_dtype_refuses_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention that lets a thousandth of the batch's first value into every other row."""
+    plain = registry.packed_attention
+
+    def leaking(*given: Any, **more: Any) -> tuple[torch.Tensor, None]:
+        out, none = plain(*given, **more)
+        return out + 1e-3 * out[:, :1], none
+
+    monkeypatch.setattr(registry, "packed_attention", leaking)
+    monkeypatch.setattr(registry, "_registered", False, raising=False)
+    registry.register()
+    try:
+        engine = teacher(fresh("llama", tmp_path), "bfloat16")
+    finally:
+        monkeypatch.undo()
+        registry.register()
+    assert engine.path == "single" and "a row's states change with its neighbours" in engine.info.why
+
+
+def test_experts_may_round_otherwise_but_not_depend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A difference without a gradient is rounding; with one, however small, it is a dependence."""
+    monkeypatch.setattr(independence, "largest_change", lambda got, want: 1e-6)
+    engine = teacher(fresh("mixtral", tmp_path))
+    assert engine.path == "packed+shared" and "change nothing in 8 swaps (1.0e-06)" in engine.info.proofs[-1]
+    monkeypatch.setattr(independence, "largest_change", lambda got, want: 1e-3)
+    engine = teacher(tmp_path)
+    assert engine.path == "single" and "a row's states change with its neighbours, by 1.0e-03" in engine.info.why
+
+
+# ------------------------------------------------------------------------------------------------ later tokens
+
+LOOKING_AHEAD = [("llama", {"is_causal": False}), ("gemma3", {"use_bidirectional_attention": True})]
+
+
+def with_config(folder: Path, **settings: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "settings"), LOOKING_AHEAD)
+def test_what_looks_ahead_is_no_critic_and_no_teacher(name: str, settings: dict[str, object], tmp_path: Path) -> None:
+    critic = with_config(zoo.checkpoint(name, tmp_path / "critic", "openrlhf-critic"), **settings)
+    told = f"is not causal: .*config.json has {next(iter(settings))}: "
+    with pytest.raises(CheckpointError, match=told + ".*a value must not depend on what comes after it"):
+        Engine(load_critic(ModelConfig(model=str(critic))))
+    language = with_config(zoo.language_model(name, tmp_path / "teacher"), **settings)
+    with pytest.raises(CheckpointError, match=told + ".*a log-prob must not depend on what comes after it"):
+        teacher(language)
+    for deterministic in (False, True):
+        with pytest.raises(CheckpointError, match=told):
+            LanguageEngine(load_policy(LanguageModelConfig(model=str(language), deterministic=deterministic)))
+
+
+@pytest.mark.parametrize(("name", "settings"), LOOKING_AHEAD)
+def test_a_reward_model_that_looks_ahead_is_right_and_shares_no_prompt(
+    name: str, settings: dict[str, object], tmp_path: Path
+) -> None:
+    folder = with_config(zoo.checkpoint(name, tmp_path), **settings)
+    engine = build_scorer(ModelConfig(model=str(folder)))
+    assert isinstance(engine, Engine) and engine.path == "packed", engine.info.why
+    assert engine.info.proofs[0].startswith("prompts are not shared: a later token changes an earlier one's state by")
+    rows = zoo.rows(0)
+    got = [result.reward for result in engine.score([Sequence(row) for row in rows]) if isinstance(result, Score)]
+    want = zoo.reference(folder, rows)
+    assert np.abs(got - want).max() <= 1e-4 * want.std()
+    causal = zoo.reference(zoo.checkpoint(name, tmp_path / "causal"), rows)
+    assert np.abs(causal - want).max() > 1e-2 * want.std(), "the setting counts"
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa", "hy_v4", "deepseek_v4"])
+def test_a_teacher_keeps_the_last_token_if_its_absence_changes_earlier_logits(name: str, tmp_path: Path) -> None:
+    folder = fresh(name, tmp_path, randomised=name != "deepseek_v4")
+    rows = texts(60, 41, 90, 33, 64)
+    want, cut = wanted(folder, rows), wanted(folder, rows, without_last=True)
+    assert max(np.abs(a - b).max() for a, b in zip(want, cut, strict=True)) > 1e-3, "dropping it changes them"
+    for got, own in zip(logprobs(teacher(folder), rows), want, strict=True):
+        np.testing.assert_allclose(got[-len(own) :], own, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------- windows
+
+
+def test_the_probe_reaches_beyond_every_window(tmp_path: Path) -> None:
+    """AFMoE's layers view the attention's result in another shape, and did so only beyond the window."""
+    folder = fresh("afmoe", tmp_path, randomised=True)
+    engine = teacher(folder)
+    assert engine.path == "packed+shared", engine.info.why
+    assert engine.trunk.config.sliding_window == 200
+    rows = texts(250, 210, 30)
+    for got, own in zip(logprobs(engine, rows), wanted(folder, rows), strict=True):
+        np.testing.assert_allclose(got[-len(own) :], own, atol=1e-4)
+
+
+def test_a_path_that_fails_beyond_the_window_is_found_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(module: Any, query: torch.Tensor, *given: Any, **more: Any) -> Any:
+        window = more.get("sliding_window")
+        if window is not None and query.shape[2] > window:
+            raise RuntimeError("view size is not compatible")
+        return plain(module, query, *given, **more)
+
+    plain = registry.packed_attention
+    monkeypatch.setattr(registry, "packed_attention", failing)
+    registry.register()
+    try:
+        engine = teacher(fresh("afmoe", tmp_path))
+    finally:
+        monkeypatch.undo()
+        registry.register()
+    assert engine.path == "single" and "view size is not compatible" in engine.info.why
