@@ -36,7 +36,7 @@ def with_config(folder: Path, **settings: object) -> Path:
 def test_a_reward_model(tmp_path: Path) -> None:
     found = findings(zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "model")))
     assert {subject: finding.level for subject, finding in found.items()} == dict.fromkeys(
-        ["", "path", "tokenizer", "reward", "memory"], "ok"
+        ["", "path", "proved", "tokenizer", "reward", "memory"], "ok"
     )
     assert "decoder (llama), outputs rewards" in found[""].text
     assert found["path"].text.startswith("packed+shared")

@@ -66,6 +66,11 @@ def describe_model(info: ModelInfo) -> str:
     return f"{info.name}: {', '.join([*parts, path])}"
 
 
+def describe_proofs(info: ModelInfo) -> str:
+    """Returns what the start has proved of a model, in one line."""
+    return f"{info.name}, proved: {'; '.join(info.proofs)}"
+
+
 def describe_places(places: Mapping[str, Iterable[str]]) -> str:
     """Returns which devices compute at the same time, each with its models."""
     return "at the same time compute: " + ", ".join(f"{place} ({', '.join(names)})" for place, names in places.items())

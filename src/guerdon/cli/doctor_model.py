@@ -55,6 +55,7 @@ def _examine(model: str) -> Iterator[Finding]:
         yield ok(f"{model}, path", f"{info.path}: {info.why}")
     else:
         yield note(f"{model}, path", f"{info.path}: {info.why}", "it is exact but slower")
+    yield from _examine_proofs(model, info.proofs)
     yield from _examine_text(model, engine)
     yield from _examine_memory(model, engine.trunk, engine.causal)
 
@@ -62,6 +63,16 @@ def _examine(model: str) -> Iterator[Finding]:
 def _examine_adapter(model: str, adapter: str) -> Iterator[Finding]:
     if adapter:
         yield ok(f"{model}, adapter", f"{adapter}, merged when it is loaded; `guerdon convert` writes it merged")
+
+
+def _examine_proofs(model: str, proofs: tuple[str, ...]) -> Iterator[Finding]:
+    from guerdon.engine.checkpoint.template_check import CHANGES, REMEDY
+
+    for proof in proofs:
+        if proof.endswith(CHANGES):
+            yield note(f"{model}, template", proof, REMEDY)
+        else:
+            yield ok(f"{model}, proved", proof)
 
 
 def _load_policy(model: str, no_reward_model: CheckpointError) -> LoadedPolicy:
@@ -105,10 +116,13 @@ def _tokenizer_finding(model: str, takes_messages: bool, specials: str) -> Findi
 
 
 def _examine_policy(model: str, policy: LoadedPolicy) -> Iterator[Finding]:
+    from guerdon.engine.logprobs import LanguageEngine
+
     pad = policy.trunk.config.get_text_config().pad_token_id
     specials = f"EOS {_list(policy.eos_token_ids)}, pad {'none' if pad is None else pad}"
     if pad in policy.eos_token_ids:
         specials += ", which is an EOS"
+    yield from _examine_proofs(model, LanguageEngine(policy).info.proofs)
     if policy.tokenizer is None:
         yield note(f"{model}, tokenizer", f"none; {specials}", "copy the checkpoint's tokenizer: actors need one")
     else:

@@ -204,6 +204,8 @@ def _serve(config: ServerConfig) -> int:
         for info in service.catalog.models():
             if isinstance(info, ModelInfo):
                 console.say(console.describe_model(info))
+                if info.proofs:
+                    console.say(console.describe_proofs(info))
         if len(service.loops.places) > 1:
             console.say(console.describe_places(service.loops.places))
         if critic:

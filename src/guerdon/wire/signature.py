@@ -138,7 +138,7 @@ def config(info: Info, max_batch_size: int) -> ModelConfig:
 
     `max_batch_size` is the most samples of one request. Clients ask for every output listed here, so those that only
     our own clients read are missing; asking for `errors` would change how a failed row is reported. The parameter
-    `tokenizer` identifies the vocabulary (see `vocabulary.identity`); it is missing if unknown.
+    `tokenizer` identifies the vocabulary (see `vocabulary.identity`); it is missing if unknown. `proofs` are lines.
     """
 
     def entries(specs: Iterable[Spec], **more: Any) -> list[dict[str, Any]]:
@@ -148,7 +148,9 @@ def config(info: Info, max_batch_size: int) -> ModelConfig:
         ]
 
     must_have = isinstance(info, OperationInfo) and _is_on_rows(info.operation)
-    parameters = {"pooling": info.pooling, "tokenizer": info.tokenizer} if isinstance(info, ModelInfo) else {}
+    parameters = {}
+    if isinstance(info, ModelInfo):
+        parameters = {"pooling": info.pooling, "tokenizer": info.tokenizer, "proofs": "\n".join(info.proofs)}
     return {
         "name": info.name,
         "platform": PLATFORM,

@@ -30,8 +30,8 @@ _CHAT_JUDGE = "chat_judge"
 _SHARES = {"p05": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95}
 _MAX_POINTS, _NUM_LENGTH_BINS = 400, 12
 _OF_INFO = (
-    *("name", "kind", "outputs", "attribute_names", "weights_version", "dtype", "device", "path", "why", "source"),
-    *("max_length", "takes_text", "takes_messages", "takes_tokens", "takes_prompts", "step_rule"),
+    *("name", "kind", "outputs", "attribute_names", "weights_version", "dtype", "device", "path", "why", "proofs"),
+    *("source", "max_length", "takes_text", "takes_messages", "takes_tokens", "takes_prompts", "step_rule"),
 )
 
 

@@ -31,6 +31,7 @@ function model(m) {
   const facts = [
     ["Runs", PATHS[m.path] ?? m.path],
     [WHY[m.path] ?? "Why", m.why === m.source ? "" : m.why],
+    ["Proved", m.proofs.join("; ")],
     ["Weights", WEIGHTLESS.includes(m.path) ? "" : `${m.dtype} on ${m.device}`],
     ["Version", m.weights_version, "code"],
     ["Source", m.source, "code"],
