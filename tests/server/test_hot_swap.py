@@ -197,7 +197,7 @@ def other_tokens(root: Path) -> str:
 
 def one_bad_token(root: Path) -> str:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.embed_tokens.weight"][100:200] = float("inf")
+        tensors["model.embed_tokens.weight"][100:150] = float("inf")
 
     return broken(root, "spoilt", spoil)
 
