@@ -147,7 +147,7 @@ def test_what_attention_alone_computes_stays_packed(name: str, dtype: str, tmp_p
     engine = teacher(fresh(name, tmp_path), dtype)
     assert engine.path == "packed+shared", engine.info.why
     assert engine.info.proofs == (
-        "other later tokens change nothing (0.0)", "neighbours and siblings change nothing in 8 swaps (0.0)",
+        "other later tokens change nothing (0.0)", "neighbours and siblings change nothing in 6 swaps (0.0)",
     )  # fmt: skip
 
 
@@ -176,7 +176,7 @@ def test_experts_may_round_otherwise_but_not_depend(tmp_path: Path, monkeypatch:
     """A difference without a gradient is rounding; with one, however small, it is a dependence."""
     monkeypatch.setattr(independence, "largest_change", lambda got, want: 1e-6)
     engine = teacher(fresh("mixtral", tmp_path))
-    assert engine.path == "packed+shared" and "change nothing in 8 swaps (1.0e-06)" in engine.info.proofs[-1]
+    assert engine.path == "packed+shared" and "change nothing in 6 swaps (1.0e-06)" in engine.info.proofs[-1]
     monkeypatch.setattr(independence, "largest_change", lambda got, want: 1e-3)
     engine = teacher(tmp_path)
     assert engine.path == "single" and "a row's states change with its neighbours, by 1.0e-03" in engine.info.why

@@ -25,7 +25,7 @@ from guerdon.engine.microbatches import MicroBatch
 
 _LEAF = 5
 """Tokens of a row behind its prompt: a state that is carried from row to row is strongest at their beginning."""
-_ROWS = 4
+_ROWS = 3
 """Rows of their own, and as many siblings."""
 WINDOW = 20
 """What windows are cut to, so that short probes reach beyond them."""

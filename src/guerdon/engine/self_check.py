@@ -307,7 +307,7 @@ def probe_rows(vocab_size: int | None, max_length: int | None, avoid: int) -> li
     ids = np.setdiff1d(np.arange(vocab_size or 2), [avoid])
     prompt = rng.choice(ids, max(longest // 2, min(MIN_SHARED, longest - 1)))
     rows = [np.concatenate([prompt, rng.choice(ids, max(1, longest // k))]) for k in (2, 3, 8)]
-    rows += [rng.choice(ids, n) for n in (max(1, longest // 4), max(1, longest // 2), 1)]
+    rows += [rng.choice(ids, n) for n in (max(1, longest // 4), 1)]
     return [r[:longest].astype(np.int64) for r in rows]
 
 
