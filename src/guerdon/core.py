@@ -55,7 +55,8 @@ class Sequence:
     share a prompt; `prompt_length` counts the prompt's tokens. `steps` are the positions (int64 `[K]`, each below T)
     whose values are wanted as step rewards. A scorer of values may leave out the reward unless `wants_reward`.
     `prompt` and `label` come from the sender, for a user's function. If `is_response`, the text is a response without
-    its prompt. `width` is the length of the padded row that the tokens were sent in. `query` is for a teacher.
+    its prompt. `width` is the length of the padded row that the tokens were sent in. `query` is for a teacher. In
+    a pair the tokens from `second_start` on have token type 1; None if all have type 0.
     """
 
     tokens: np.ndarray
@@ -69,6 +70,7 @@ class Sequence:
     is_response: bool = False
     width: int | None = None
     query: LogprobQuery | None = None
+    second_start: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +95,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Drops a sample's tokens beyond `max_tokens` at `side`; None means the model's own maximum."""
+    """Drops tokens beyond `max_tokens` at `side`, of a pair the longer text's first; None means the model's maximum."""
 
     max_tokens: int | None
     side: Literal["left", "right"]
@@ -108,9 +110,11 @@ class ScoreRequest:
     `wants_rewards` is False if nobody reads the rewards. Clients pad `tokens` to `pad_to_length` instead of to the
     longest of them.
 
-    `prompts` and `labels` (any JSON value) are for functions that have such parameters. With `add_special_tokens` the
-    tokenizer's special tokens are added to texts. Without `truncation` the server's setting decides about samples that
-    are too long. `width` is the length of the padded rows that the tokens were sent in.
+    `prompts` and `labels` (any JSON value) are for functions that have such parameters. `splits` are the characters at
+    which texts divide into pairs, None for a text that is none; to a model that `reads_pairs` a text with a prompt is a
+    pair anyway. With `add_special_tokens` the tokenizer's special tokens are added to texts; None adds them only to the
+    pairs of such a model. Without `truncation` the server's setting decides about samples that are too long. `width` is
+    the length of the padded rows that the tokens were sent in.
     """
 
     texts: list[str] | None = None
@@ -125,7 +129,8 @@ class ScoreRequest:
     pad_to_length: int | None = None
     prompts: list[str] | None = None
     labels: list[Any] | None = None
-    add_special_tokens: bool = False
+    splits: list[int | None] | None = None
+    add_special_tokens: bool | None = None
     truncation: Truncation | None = None
     width: int | None = None
     queries: list[LogprobQuery] | None = None
@@ -196,8 +201,9 @@ class ModelInfo:
     names the token that the reward is read from; it is empty if there is none, as in functions. `step_rule` tells where
     steps end, and how the reward is made of their rewards; `step_separator_ids` are the tokens that end a step if the
     request names none. `vocabulary` is a digest of the tokenizer's tokens and their ids, `tokenizer` tells what ids
-    mean to it (see `vocabulary.identity`); both are empty without one. `sampled_version` is the version that guerdon
-    0.1 computed from samples of the weights' bytes; empty if they are not from files. `proofs` are the start's lines.
+    mean to it (see `vocabulary.identity`); both are empty without one. An encoder `reads_pairs`, with special tokens
+    where its tokenizer's template for pairs has them. `sampled_version` is the version that guerdon 0.1 computed from
+    samples of the weights' bytes; empty if they are not from files. `proofs` are the start's lines.
     """
 
     name: str
@@ -229,6 +235,7 @@ class ModelInfo:
     max_top_k: int = 0
     hidden_size: int = 0
     proofs: tuple[str, ...] = ()
+    reads_pairs: bool = False
 
     def is_named(self, recorded: str) -> bool:
         """Whether a version on disk names these weights, in the form of guerdon 0.1 as well."""

@@ -12,7 +12,7 @@ import numpy as np
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, Truncation
 from guerdon.distributed.commands import Worker
 from guerdon.errors import GuerdonError, Overloaded, SampleFailed
-from guerdon.server.catalog import Steps
+from guerdon.server.catalog import PairSteps, Steps
 from guerdon.server.service import Service
 from guerdon.settings.config import ModelConfig, ServerConfig
 
@@ -44,6 +44,7 @@ class EchoScorer:
     """Rewards by arithmetic; a text is its characters. Marks can make it slow or fail its sample."""
 
     encoder: EchoScorer
+    pair_start = ""
     max_batch_tokens = 1_000_000
     takes_all = False
 
@@ -69,6 +70,19 @@ class EchoScorer:
     ) -> Steps:
         yield
         return self.encode(texts, add_special_tokens, truncation)
+
+    def encode_pairs(self, pairs: list[tuple[str, str]], add_special_tokens: bool = False) -> list[Sequence]:
+        return [Sequence(row) for row in self.encode([first + second for first, second in pairs])]
+
+    def encode_pairs_in_steps(
+        self,
+        pairs: list[tuple[str, str]],
+        add_special_tokens: bool,
+        truncation: Truncation | None,
+        max_tokens: int | None,
+    ) -> PairSteps:
+        yield
+        return self.encode_pairs(pairs)
 
     def encode_messages_in_steps(
         self, conversations: list[list[Message]], truncation: Truncation | None, max_tokens: int | None

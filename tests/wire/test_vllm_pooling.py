@@ -73,7 +73,7 @@ def test_a_full_body_of_vllms_client_asks_what_it_says():
 
 def test_what_is_not_asked_for_is_not_applied():
     request = ask("/classify", {"input": "a"}).request
-    assert (request.add_special_tokens, request.truncation, request.priority) == (False, None, 0)
+    assert (request.add_special_tokens, request.truncation, request.priority) == (None, None, 0)
     assert reply("/classify", {"input": "a"}, Score(-3.0))["data"][0]["probs"] == [-3.0]
     assert not ask("/classify", {"input": [5], "add_special_tokens": True}).request.add_special_tokens
 

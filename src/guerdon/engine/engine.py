@@ -15,7 +15,7 @@ from guerdon.engine.checkpoint.reward_models import LoadedModel
 from guerdon.engine.forward import Forward, HiddenStates
 from guerdon.engine.heads import to_scores
 from guerdon.engine.layers import free_weights
-from guerdon.engine.microbatches import MicroBatch
+from guerdon.engine.microbatches import MicroBatch, deduplicate, typed
 from guerdon.engine.self_check import check_finite, choose_path
 from guerdon.errors import ConfigError, SampleFailed
 
@@ -34,6 +34,7 @@ class Engine(Forward):
                 "leave --truncation out: cut sequences would shift the positions that clients count",
             )
         super().__init__(loaded)
+        self._has_types = not self.causal and getattr(self.trunk.config, "type_vocab_size", 0) > 1
         choose_path(self, loaded, reads_last=not loaded.trains)
         check_finite(self, self.score, every=False)
 
@@ -49,12 +50,13 @@ class Engine(Forward):
 
         Collective if `ranks.in_step`. `path` replaces the chosen path; its attention must be in use.
         """
-        rows, limits, slots = deduplicate(sequences)
+        rows, limits, starts, slots = deduplicate(sequences)
         outputs: list[torch.Tensor] = []
         own = [np.empty(0, dtype=np.int64)] * len(rows)  # each row's indices into all outputs: one, or one a token
         num_outputs = 0
         with self.no_gradients():
-            for states in self.run(self.plan(rows, limits, path=path)):
+            batches = self.plan(rows, limits, path=path)
+            for states in self.run(typed(batches, starts) if self._has_types else batches):
                 if not states.rows:
                     continue
                 for i, row in enumerate(states.rows):
@@ -136,18 +138,3 @@ class Engine(Forward):
     def discard(self) -> None:
         """Frees the weights, even if something else refers to the model; nothing can be computed any more."""
         free_weights(self.trunk, self.head)
-
-
-def deduplicate(sequences: list[Sequence]) -> tuple[list[np.ndarray], list[int | None], list[int]]:
-    """Returns the distinct rows of tokens, the first prompt length of each, and each sequence's index among them."""
-    slots: dict[bytes, int] = {}
-    rows: list[np.ndarray] = []
-    limits: list[int | None] = []
-    where = []
-    for s in sequences:
-        slot = slots.setdefault(s.tokens.tobytes(), len(rows))
-        if slot == len(rows):
-            rows.append(s.tokens)
-            limits.append(s.prompt_length)
-        where.append(slot)
-    return rows, limits, where

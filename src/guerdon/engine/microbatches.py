@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from guerdon.core import Sequence
 from guerdon.engine.packing import PackedBatch, Span, indices, pack
 
 
@@ -28,6 +29,7 @@ class MicroBatch:
     `tokens` is int64 `[T]`, or `[B,width]` if padded, with a `mask` of the same shape. `rows` are the callers' row
     numbers, `spans` where each of them lies, `last` (int64 `[B]`) the index of each row's last token. `packed` tells
     attention the forest. `read` are the indices of the only hidden states that anybody reads, None for all of them.
+    `types` are the tokens' types, of their shape; None if all are 0.
     """
 
     tokens: np.ndarray
@@ -38,6 +40,7 @@ class MicroBatch:
     positions: np.ndarray | None = None
     packed: PackedBatch | None = None
     read: np.ndarray | None = None
+    types: np.ndarray | None = None
 
     def gather(self, i: int) -> np.ndarray:
         """Returns the indices (int64 `[len]`) of the hidden states of the i-th row."""
@@ -45,18 +48,51 @@ class MicroBatch:
 
     def to_device(self, device: torch.device) -> tuple[dict[str, Tensor], Tensor | None]:
         """Copies the model's inputs and `read` to the device, in a single copy."""
+        more = {} if self.types is None else {"token_type_ids": self.types}
         if self.packed is not None:
             assert self.positions is not None
-            arrays = [self.tokens, self.positions, *([] if self.read is None else [self.read])]
-            tokens, positions, *read = all_to_device(arrays, device)
+            arrays = {"input_ids": self.tokens, "position_ids": self.positions, **more}
+            tensors = all_to_device([*arrays.values(), *([] if self.read is None else [self.read])], device)
+            inputs = {name: tensor[None] for name, tensor in zip(arrays, tensors, strict=False)}
             # Without a mask transformers takes positions that restart for its own kind of packing.
-            mask = torch.ones_like(tokens)
-            inputs = {"input_ids": tokens[None], "attention_mask": mask[None], "position_ids": positions[None]}
-            return inputs, read[0] if read else None
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            return inputs, None if self.read is None else tensors[-1]
         if self.mask is not None:
-            tokens, mask = to_device(np.stack([self.tokens, self.mask]), device)
-            return {"input_ids": tokens, "attention_mask": mask}, None
-        return {"input_ids": to_device(np.array(self.tokens)[None], device)}, None
+            more["attention_mask"] = self.mask
+        table = to_device(
+            np.stack([self.tokens, *more.values()]).reshape(1 + len(more), -1, self.tokens.shape[-1]), device
+        )
+        return dict(zip(("input_ids", *more), table, strict=True)), None
+
+
+def deduplicate(
+    sequences: list[Sequence],
+) -> tuple[list[np.ndarray], list[int | None], list[int | None], list[int]]:
+    """Returns the distinct rows, the first prompt length and the second start of each, and each sequence's row."""
+    slots: dict[tuple[bytes, int | None], int] = {}
+    rows: list[np.ndarray] = []
+    limits: list[int | None] = []
+    starts: list[int | None] = []
+    where = []
+    for s in sequences:
+        slot = slots.setdefault((s.tokens.tobytes(), s.second_start), len(rows))
+        if slot == len(rows):
+            rows.append(s.tokens)
+            limits.append(s.prompt_length)
+            starts.append(s.second_start)
+        where.append(slot)
+    return rows, limits, starts, where
+
+
+def typed(batches: Iterator[MicroBatch], second_starts: list[int | None]) -> Iterator[MicroBatch]:
+    """Yields micro-batches of rows that share no tokens; those of each row from its second start on get the type 1."""
+    for batch in batches:
+        types = np.zeros(batch.tokens.size, np.int64)
+        for i, row in enumerate(batch.rows):
+            if (start := second_starts[row]) is not None:
+                types[batch.gather(i)[start:]] = 1
+        batch.types = types.reshape(batch.tokens.shape)
+        yield batch
 
 
 class Batcher:

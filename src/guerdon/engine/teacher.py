@@ -22,11 +22,11 @@ from torch import Tensor
 from guerdon.core import Score, Sequence
 from guerdon.engine.checkpoint.language_models import LoadedPolicy
 from guerdon.engine.checkpoint.text import TextEncoder
-from guerdon.engine.engine import deduplicate
 from guerdon.engine.forward import HiddenStates
 from guerdon.engine.head_export import export_head
 from guerdon.engine.layers import free_weights
 from guerdon.engine.logprobs import IMPOSSIBLE, LanguageEngine, row_slices, scale
+from guerdon.engine.microbatches import deduplicate
 from guerdon.engine.self_check import check_finite
 from guerdon.errors import SampleFailed, Unsupported
 from guerdon.settings.config import TeacherConfig
@@ -84,7 +84,7 @@ class TeacherEngine(LanguageEngine):
         """
         if not sequences:
             return []
-        rows, limits, slots = deduplicate(sequences)
+        rows, limits, _, slots = deduplicate(sequences)
         askers = _Askers(sequences, slots)
         whole = askers.slots_that_go_on | (askers.slots_as_sent if self.needs_last(path or self.path) else set())
         seen = [row if i in whole else row[: max(1, len(row) - 1)] for i, row in enumerate(rows)]

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from guerdon.core import Message, ModelInfo, Truncation
+from guerdon.core import Message, ModelInfo, Sequence, Truncation
 from guerdon.critic_core import OperationInfo
 from guerdon.errors import InvalidRequest, Unavailable, UnknownModel
 from guerdon.judge_core import LabelTokens, Pair, Rubric, Sample
@@ -20,6 +20,9 @@ from guerdon.teacher_core import HeadFile, TokenLogprobs
 
 Steps = Generator[None, None, ListLike[np.ndarray | InvalidRequest]]
 """Tokenises in short steps; returns rows of ids, or what is wrong with them."""
+
+PairSteps = Generator[None, None, ListLike[Sequence | InvalidRequest]]
+"""The same for pairs of texts."""
 
 
 class Encoder(Protocol):
@@ -34,11 +37,26 @@ class Encoder(Protocol):
 class Tokenizer(Encoder, Protocol):
     """An encoder that also reads messages and decodes ids; a user's `tokenize_func` is not one."""
 
+    @property
+    def pair_start(self) -> str: ...
+
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]: ...
 
     def encode_in_steps(
         self, texts: list[str], add_special_tokens: bool, truncation: Truncation | None, max_tokens: int | None
     ) -> Steps: ...
+
+    def encode_pairs(
+        self, pairs: ListLike[tuple[str, str]], add_special_tokens: bool = False
+    ) -> list[Sequence | InvalidRequest]: ...
+
+    def encode_pairs_in_steps(
+        self,
+        pairs: ListLike[tuple[str, str]],
+        add_special_tokens: bool,
+        truncation: Truncation | None,
+        max_tokens: int | None,
+    ) -> PairSteps: ...
 
     def encode_messages_in_steps(
         self, conversations: list[list[Message]], truncation: Truncation | None, max_tokens: int | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as ListLike
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -17,10 +17,9 @@ from guerdon.errors import InvalidRequest
 from guerdon.judge_core import Plan, Sample
 from guerdon.messages import before_response, response
 from guerdon.next_tokens import NextTokenRequest
-from guerdon.server import judgements, tracing
+from guerdon.server import judgements, tracing, truncating
 from guerdon.server.batching.sharing import FairTurns
-from guerdon.server.catalog import Asked, Entry, Judge, Served, Steps, Tokenizer
-from guerdon.settings.config import ServedModelConfig
+from guerdon.server.catalog import Asked, Entry, Judge, Served, Tokenizer
 from guerdon.teacher_core import MAX_ANSWER_BYTES
 from guerdon.wire.signature import why_no_text
 
@@ -36,7 +35,7 @@ _SHOWN_IDS = 8
 Parts = ListLike[str | InvalidRequest]
 """A part of each sample's text, or what is wrong with it."""
 
-Rows = ListLike[np.ndarray | str | InvalidRequest]
+Rows = ListLike[np.ndarray | Sequence | str | InvalidRequest]
 """Of each sample its ids, or its text, or what is wrong with it."""
 
 
@@ -77,7 +76,7 @@ class Reader:
         """
         while True:
             served = entry.loaded()
-            cut = truncation(request, entry.config, served.info)
+            cut = truncating.truncation(request, entry.config, served.info)
             check(served, request)
             lengths = request.prompt_lengths
             if isinstance(request, NextTokenRequest):
@@ -102,17 +101,18 @@ class Reader:
                     rows, lengths = await self._read_joined(served, request, client)
                 else:
                     rows = await self._read_text(served, request, cut, client)
+                    if cut is not None:
+                        rows = await self._fail_lost(served, request, rows, cut, client)
             if entry.served is served:
                 break  # else another model has taken its place, whose tokenizer may be another
         if lengths is not request.prompt_lengths:
             request = dataclasses.replace(request, prompt_lengths=lengths)
         sequences = [sequence(row, request, i) for i, row in enumerate(rows)]
+        errors = [row if isinstance(row, InvalidRequest) else None for row in rows]
         if cut is not None:
-            sequences = [truncated(s, cut) for s in sequences]
-        errors = [
-            row if isinstance(row, InvalidRequest) else find_fault(s, served.info)
-            for row, s in zip(rows, sequences, strict=True)
-        ]
+            errors = [error or truncating.find_loss(s, cut) for error, s in zip(errors, sequences, strict=True)]
+            sequences = [truncating.truncated(s, cut) for s in sequences]
+        errors = [error or find_fault(s, served.info) for error, s in zip(errors, sequences, strict=True)]
         if request.queries is not None:
             size_answers([s for s, error in zip(sequences, errors, strict=True) if error is None], served.info)
         return served, sequences, errors, None
@@ -161,7 +161,7 @@ class Reader:
 
     async def _read_text(self, served: Served, request: ScoreRequest, cut: Truncation | None, client: str) -> Rows:
         """Tokenises in steps, so that the clients' turns are short; stops at the next step if cancelled."""
-        encoder, added, texts = served.encoder, request.add_special_tokens, request.texts
+        encoder, added, texts = served.encoder, bool(request.add_special_tokens), request.texts
         if isinstance(served, Asked):
             return await self._questions(served, request, client)
         if encoder is None:
@@ -172,11 +172,40 @@ class Reader:
         with tracing.step("tokenize", served.info.name):
             if not isinstance(encoder, Tokenizer):  # it takes no messages
                 return await self.run(client, lambda: encoder.encode(texts or [], added, cut if added else None))
-            if texts is not None:
-                steps = encoder.encode_in_steps(texts, added, cut, most)
-            else:
-                steps = encoder.encode_messages_in_steps(request.messages or [], cut, most)
-            return await self._finish(steps, client)
+            if texts is None:
+                return await self._finish(encoder.encode_messages_in_steps(request.messages or [], cut, most), client)
+            splits = find_splits(request, served.info, encoder)
+            if splits is None:
+                return await self._finish(encoder.encode_in_steps(texts, added, cut, most), client)
+            # To a model that reads pairs special tokens are what tells them apart.
+            template = served.info.reads_pairs if request.add_special_tokens is None else added
+            pairs = {i: (texts[i][:at], texts[i][at:]) for i, at in enumerate(splits) if isinstance(at, int)}
+            singles = {i: texts[i] for i, at in enumerate(splits) if at is None}
+            apart = await self._finish(encoder.encode_pairs_in_steps([*pairs.values()], template, cut, most), client)
+            alone = await self._finish(encoder.encode_in_steps([*singles.values()], added, cut, most), client)
+            made = dict(zip((*pairs, *singles), (*apart, *alone), strict=True))
+            made |= {i: at for i, at in enumerate(splits) if isinstance(at, InvalidRequest)}
+            return [made[i] for i in range(len(texts))]
+
+    async def _fail_lost(self, served: Served, request: ScoreRequest, rows: Rows, cut: Truncation, client: str) -> Rows:
+        """Puts an error in the place of each row in which truncation has left nothing of a known response."""
+        encoder, most = served.encoder, cut.max_tokens
+        if most is None or not isinstance(encoder, Tokenizer) or (request.messages is None and request.prompts is None):
+            return rows
+        full = {i: len(row) for i, row in enumerate(rows) if isinstance(row, np.ndarray) and len(row) >= most}
+        split = functools.partial(truncating.split_at_cut, encoder, request, cut=cut)
+        found = await self._run_in_parts(client, [*full], lambda some: [*map(split, some)])
+        suspects = {i: texts for i, texts in zip(full, found, strict=True) if texts is not None}
+        texts = [text for pair in suspects.values() for text in pair]
+        steps = encoder.encode_in_steps(texts, bool(request.add_special_tokens), None, most)
+        lengths = iter(
+            [most + 1 if isinstance(ids, InvalidRequest) else len(ids) for ids in await self._finish(steps, client)]
+        )
+        made = [*rows]
+        for i, whole, kept in zip(suspects, lengths, lengths, strict=True):
+            if whole > most and kept >= full[i]:
+                made[i] = truncating.nothing_left(cut)
+        return made
 
     async def _read_for_judge(
         self, judge: Judge, request: ScoreRequest, client: str
@@ -224,7 +253,7 @@ class Reader:
         """Returns each sample with what all share, tokenised apart, and what is wrong with it, if anything."""
         info, encoder = served.info, served.text if isinstance(served, Judge) else served.encoder
 
-        async def encode(texts: list[str], is_special: bool) -> Rows:
+        async def encode(texts: list[str], is_special: bool) -> ListLike[np.ndarray | InvalidRequest]:
             if not isinstance(encoder, Tokenizer):
                 raise InvalidRequest(why_no_text(info))
             with tracing.step("tokenize", info.name):
@@ -235,7 +264,7 @@ class Reader:
             (shared,) = await encode([shared], request.shared_special_tokens)
             if isinstance(shared, InvalidRequest):
                 raise shared
-        rows: Rows = request.tokens or await encode(request.texts or [], request.add_special_tokens)
+        rows: Rows = request.tokens or await encode(request.texts or [], bool(request.add_special_tokens))
         sequences: list[Sequence] = []
         errors: list[InvalidRequest | None] = []
         for row in rows:
@@ -249,7 +278,7 @@ class Reader:
         size_answers([s for s, error in zip(sequences, errors, strict=True) if error is None], info)
         return sequences, errors
 
-    async def _finish(self, steps: Steps, client: str) -> Rows:
+    async def _finish(self, steps: Generator[None, None, T], client: str) -> T:
         while (rows := await self.run(client, lambda: _advance(steps))) is None:
             pass
         return rows
@@ -301,8 +330,38 @@ def changed_seam(prompt: np.ndarray, joined: np.ndarray) -> InvalidRequest | Non
     )
 
 
-def sequence(row: np.ndarray | str | InvalidRequest, request: ScoreRequest, i: int) -> Sequence:
+def find_splits(
+    request: ScoreRequest, info: ModelInfo, encoder: Tokenizer
+) -> ListLike[int | InvalidRequest | None] | None:
+    """Returns where each text divides into a pair, None for one that does not; None if none does.
+
+    To a model that `reads_pairs` a prompt and what follows it are a pair, unless the text has special tokens already.
+    """
+    if request.splits is not None or not info.reads_pairs or request.prompts is None:
+        return request.splits
+    start = encoder.pair_start
+
+    def split(text: str, prompt: str) -> int | InvalidRequest | None:
+        if start and text.startswith(start):
+            return None
+        return len(prompt) if text.startswith(prompt) else _other_prompt(info)
+
+    return [split(text, prompt) for text, prompt in zip(request.texts or (), request.prompts, strict=True)]
+
+
+def _other_prompt(info: ModelInfo) -> InvalidRequest:
+    return InvalidRequest(
+        f"{info.name} reads a prompt and its response as a pair, and the text does not begin with its prompt; send the "
+        "prompt as it stands in the text, or no prompts"
+    )
+
+
+def sequence(row: np.ndarray | Sequence | str | InvalidRequest, request: ScoreRequest, i: int) -> Sequence:
     """Returns the request's sample `i`, which the scorer reads as `row`."""
+    if isinstance(row, Sequence):
+        made = dataclasses.replace(sequence(row.tokens, request, i), second_start=row.second_start)
+        made.prompt_length = None  # the sender has not counted the special tokens
+        return made
     return Sequence(
         row if isinstance(row, np.ndarray) else np.empty(0, dtype=np.int64),
         row if isinstance(row, str) else None,
@@ -332,34 +391,6 @@ def size_answers(sequences: list[Sequence], info: ModelInfo) -> None:
             f"the answer would have {num_bytes / (1 << 20):,.0f} MiB, and may have at most "
             f"{MAX_ANSWER_BYTES >> 20:,} MiB: ask about fewer samples, tokens or ids at once"
         )
-
-
-def truncation(request: ScoreRequest, model: ServedModelConfig, info: ModelInfo) -> Truncation | None:
-    """Returns what to cut off of long samples: as the request says, else as the server's setting does.
-
-    The bound is the smaller of the request's and the model's. Raises InvalidRequest if positions would be lost.
-    """
-    asked = request.truncation
-    if asked is None:
-        return None if model.truncation == "error" else Truncation(info.max_length, model.truncation)
-    if info.is_by_token:
-        raise InvalidRequest(
-            f"{info.name} answers for single tokens: truncation would shift the positions that clients count; send "
-            "shorter samples"
-        )
-    bounds = [bound for bound in (asked.max_tokens, info.max_length) if bound is not None]
-    return Truncation(min(bounds, default=None), asked.side)
-
-
-def truncated(s: Sequence, cut: Truncation) -> Sequence:
-    """Returns the sequence without its surplus at that side."""
-    max_length = len(s.tokens) if cut.max_tokens is None else cut.max_tokens
-    surplus = len(s.tokens) - max_length
-    if surplus <= 0:
-        return s
-    first = surplus if cut.side == "left" else 0
-    prompt = None if s.prompt_length is None else min(max(0, s.prompt_length - first), max_length)
-    return dataclasses.replace(s, tokens=s.tokens[first : first + max_length], prompt_length=prompt, steps=None)
 
 
 def find_fault(s: Sequence, info: ModelInfo) -> InvalidRequest | None:
@@ -401,7 +432,7 @@ def estimate_lengths(request: ScoreRequest) -> list[int]:
     return [sequence(row, request, i).num_tokens for i, row in enumerate(rows)]
 
 
-def _advance(steps: Steps) -> Rows | None:
+def _advance(steps: Generator[None, None, T]) -> T | None:
     """Takes one step; returns the rows with the last."""
     try:
         return next(steps)

@@ -272,6 +272,7 @@ def describe(
         outputs.append("step_rewards" if parts.is_process_reward else "values")
     labels = parts.trunk.config.id2label or {}
     steps = head.steps
+    reads_pairs = encoder is not None and parts.trunk.config.model_type in SEQUENCE_HEADS
     return ModelInfo(
         name=config.name,
         kind=parts.kind,
@@ -283,6 +284,9 @@ def describe(
         eos_token_id=eos_token_id,
         takes_text=encoder is not None,
         takes_messages=encoder is not None and encoder.takes_messages,
+        # Truncation on the right has to leave something behind the prompt.
+        takes_prompts=reads_pairs or (encoder is not None and config.truncation == "right"),
+        reads_pairs=reads_pairs,
         weights_version=weights_version,
         sampled_version=checkpoint.sampled_version,
         dtype=dtype_name(dtype),

@@ -12,17 +12,20 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from guerdon.core import Message, Truncation
+from guerdon.core import Message, Sequence, Truncation
 from guerdon.distributed.computing import trim
 from guerdon.engine.checkpoint import cuts
+from guerdon.engine.checkpoint.pair_template import PairTemplate, longest_first
 from guerdon.engine.checkpoint.tokenizer_files import load_tokenizer
 from guerdon.errors import InvalidRequest
 from guerdon.messages import plain
 from guerdon.vocabulary import identity
 
 RowT = TypeVar("RowT", list[int], np.ndarray)
+T = TypeVar("T")
 
 Steps = Generator[None, None, list[np.ndarray | InvalidRequest]]
+PairSteps = Generator[None, None, list[Sequence | InvalidRequest]]
 
 _MOST_AT_ONCE = 1 << 20
 """Most characters of a text that cannot be cut, unless the model accepts more tokens."""
@@ -61,6 +64,10 @@ class TextEncoder:
         self._adds_bos = self._finds_bos()
         self._around = self._find_around()
         self._cuts = None if self._fast is None else cuts.Cuts.of(self._fast)
+        self._plain_pair, self._pair = (
+            PairTemplate.of(tokenizer, lambda text: self._ids([text])[0], add_special_tokens=adds)
+            for adds in (False, True)
+        )
 
     def all_tokens_digest(self) -> str:
         """Returns 12 hex digits that change with the tokens and their ids."""
@@ -96,6 +103,11 @@ class TextEncoder:
     def pad_token_id(self) -> int | None:
         """The padding token, None if the tokenizer names none."""
         return self._tokenizer.pad_token_id
+
+    @property
+    def pair_start(self) -> str:
+        """The special token before a pair, empty if there is none."""
+        return self._text([*self._pair.before[:1]]) if self._pair is not None else ""
 
     def has_token(self, text: str) -> bool:
         """Whether `text` is a single token of the vocabulary."""
@@ -135,14 +147,47 @@ class TextEncoder:
 
         It stops reading a text when `truncation` drops the rest, or when the text has more than `max_tokens` tokens.
         """
-        made: list[np.ndarray | InvalidRequest] = []
-        for group in _groups(texts):
-            if made:
-                yield
-            if len(group[0]) > cuts.PIECE:
-                made.append((yield from self._long(group[0], add_special_tokens, truncation, max_tokens)))
+        return (yield from self._encode(texts, add_special_tokens, truncation, truncation, max_tokens))
+
+    def encode_pairs(
+        self, pairs: ListLike[tuple[str, str]], add_special_tokens: bool = False, truncation: Truncation | None = None
+    ) -> list[Sequence | InvalidRequest]:
+        """Returns the token ids of each pair of texts, which are tokenised apart, as transformers' tokenizer does.
+
+        With `add_special_tokens` they stand where the tokenizer's own pair template has them. If the second text is
+        empty, the first is a text by itself. `truncation` cuts the longer text first. A pair gets an error in its place
+        if one of its texts does, or if nothing of the second is left.
+        """
+        return _finish(self.encode_pairs_in_steps(pairs, add_special_tokens, truncation))
+
+    def encode_pairs_in_steps(
+        self,
+        pairs: ListLike[tuple[str, str]],
+        add_special_tokens: bool = False,
+        truncation: Truncation | None = None,
+        max_tokens: int | None = None,
+    ) -> PairSteps:
+        """Does what `encode_pairs` does, in steps as `encode_in_steps`; equal texts are tokenised once."""
+        template = self._pair if add_special_tokens else self._plain_pair or PairTemplate()
+        if template is None:
+            refusal = "the tokenizer has no template for pairs that could be used; send the text as one"
+            return [InvalidRequest(refusal) for _ in pairs]
+        room, of_long = None, None
+        if truncation is not None and truncation.max_tokens is not None:
+            room = truncation.max_tokens - template.num_added
+            of_long = Truncation(max(room, 0) + 1, truncation.side)  # enough to know that it is too long
+        lone = list(dict.fromkeys(first for first, second in pairs if not second))
+        texts = list(dict.fromkeys(text for pair in pairs if pair[1] for text in pair))
+        rows = yield from self._encode(lone, add_special_tokens, truncation, truncation, max_tokens)
+        alone = dict(zip(lone, rows, strict=True))
+        rows = yield from self._encode(texts, False, None, of_long, max_tokens if room is None else None)
+        ids = dict(zip(texts, rows, strict=True))
+        made: list[Sequence | InvalidRequest] = []
+        for first, second in pairs:
+            if second:
+                made.append(self._join(template, ids[first], ids[second], room, truncation))
             else:
-                made += self._short(group, add_special_tokens, truncation)
+                made.append(row if isinstance(row := alone[first], InvalidRequest) else Sequence(row))
         return made
 
     def encode_messages_in_steps(
@@ -222,6 +267,53 @@ class TextEncoder:
         with self._lock:
             return [self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
+    def _encode(
+        self,
+        texts: list[str],
+        add_special_tokens: bool,
+        of_short: Truncation | None,
+        of_long: Truncation | None,
+        max_tokens: int | None,
+    ) -> Steps:
+        """Does what `encode_in_steps` does, with other truncation for texts that are tokenised in parts."""
+        made: list[np.ndarray | InvalidRequest] = []
+        for group in _groups(texts):
+            if made:
+                yield
+            if len(group[0]) > cuts.PIECE:
+                made.append((yield from self._long(group[0], add_special_tokens, of_long, max_tokens)))
+            else:
+                made += self._short(group, add_special_tokens, of_short)
+        return made
+
+    def _join(
+        self,
+        template: PairTemplate,
+        first: np.ndarray | InvalidRequest,
+        second: np.ndarray | InvalidRequest,
+        room: int | None,
+        truncation: Truncation | None,
+    ) -> Sequence | InvalidRequest:
+        """Returns a pair of at most `room` ids and the template's."""
+        if isinstance(first, InvalidRequest):
+            return first
+        if isinstance(second, InvalidRequest):
+            return second
+        if room is not None and truncation is not None:
+            if room < 0:
+                return _no_room(truncation.max_tokens or 0, template.num_added)
+            num_first, num_second = longest_first(len(first), len(second), room)
+            if len(second) and not num_second:
+                return InvalidRequest(
+                    f"truncation to {truncation.max_tokens} tokens leaves nothing of the response, which is the second "
+                    "text of the pair; allow more tokens"
+                )
+            first = _truncated(first, Truncation(num_first, truncation.side))
+            second = _truncated(second, Truncation(num_second, truncation.side))
+        bos = self._tokenizer.bos_token_id
+        is_doubled = bos is not None and [*template.before[-1:], *first[:1]] == [bos, bos]
+        return template.join(first[is_doubled:], second)
+
     def _short(
         self, texts: list[str], add_special_tokens: bool, truncation: Truncation | None
     ) -> list[np.ndarray | InvalidRequest]:
@@ -273,7 +365,7 @@ class TextEncoder:
         enough, num_added = max_tokens, len(around[0]) + len(around[1])
         if truncation is not None and truncation.max_tokens is not None:
             enough = truncation.max_tokens - num_added
-            if enough < 0:
+            if enough < 1:
                 return _no_room(truncation.max_tokens, num_added)
             truncation = Truncation(enough, truncation.side)
         from_end = truncation is not None and truncation.side == "left"
@@ -293,13 +385,16 @@ class TextEncoder:
     def _surrounded(self, texts: list[str], truncation: Truncation | None) -> ListLike[list[int] | InvalidRequest]:
         """Returns the ids of each text and the special tokens around it, together at most `truncation.max_tokens`."""
         if truncation is None or truncation.max_tokens is None:
-            rows = self._ids(texts, add_special_tokens=True)
+            rows: ListLike[list[int] | InvalidRequest] = self._ids(texts, add_special_tokens=True)
         else:
             bound, added = truncation.max_tokens, (self._fast or self._tokenizer).num_special_tokens_to_add(False)
-            if bound < added:
-                return [_no_room(bound, added) for _ in texts]
-            rows = [self._cut(text, bound, bound - added, truncation.side) for text in texts]
-        return [self._without_second_bos(ids) for ids in rows]
+            rows = [
+                self._cut(text, bound, bound - added, truncation.side)
+                if bound >= added + (1 if text else 0)
+                else _no_room(bound, added)
+                for text in texts
+            ]
+        return [row if isinstance(row, InvalidRequest) else self._without_second_bos(row) for row in rows]
 
     def _without_second_bos(self, ids: RowT) -> RowT:
         bos = self._tokenizer.bos_token_id
@@ -378,7 +473,7 @@ def _groups(texts: list[str]) -> Iterator[list[str]]:
         yield group
 
 
-def _finish(steps: Steps) -> list[np.ndarray | InvalidRequest]:
+def _finish(steps: Generator[None, None, list[T]]) -> list[T]:
     while True:
         try:
             next(steps)
@@ -394,4 +489,7 @@ def _truncated(ids: RowT, truncation: Truncation | None) -> RowT:
 
 
 def _no_room(bound: int, added: int) -> InvalidRequest:
-    return InvalidRequest(f"truncation to {bound} tokens leaves no room for the {added} special tokens that are added")
+    return InvalidRequest(
+        f"truncation to {bound} tokens leaves nothing of the text beside the {added} special tokens that are added; "
+        "allow more tokens"
+    )

@@ -14,7 +14,7 @@ from guerdon.messages import plain
 from guerdon.server.catalog import Tokenizer
 from guerdon.teacher_core import LogprobQuery, TokenLogprobs
 from guerdon.wire import bodies
-from guerdon.wire.forms.form import check_conversation, joined, of_conversation, to_texts
+from guerdon.wire.forms.form import check_conversation, of_conversation, pair_samples, to_texts
 from guerdon.wire.forms.labels import attributes_of, has_components, number
 from guerdon.wire.forms.page_bodies import TrialBody, TrialReply, TrialResult, TrialStep, TrialToken
 
@@ -46,7 +46,7 @@ class Trial:
         """Returns the request; a teacher is asked about all tokens."""
         if "logprobs" in info.outputs:
             top_k = min(_NUM_LIKELIEST, info.max_top_k, info.vocab_size or 0)
-            self.request.prompts = None  # which the texts begin with
+            self.request.prompts = self.request.splits = None  # the texts begin with the prompts
             self.request.queries = [LogprobQuery(start=1, top_k=top_k, with_ranks=True)] * len(self.request)
         return self.request
 
@@ -58,13 +58,21 @@ class Trial:
         text = request.texts[i] if request.texts is not None else _plain((request.messages or [])[i])[-1]["content"]
         return Sequence(np.empty(0, np.int64), text).num_tokens
 
-    def ids(self, tokenizer: Tokenizer | None) -> list[tuple[np.ndarray, np.ndarray] | None]:
+    def ids(self, tokenizer: Tokenizer | None, info: ModelInfo) -> list[tuple[np.ndarray, np.ndarray] | None]:
         """Returns each sample's tokens and its prompt's, int64 `[T]`; both empty if one cannot be read."""
+        nothing = np.empty(0, np.int64)
         request = self.request
         if request.tokens is not None:
             return list(zip(request.tokens, self.prompts, strict=True))
         if tokenizer is None:
             return [None] * len(request)
+        if request.splits is not None:
+            assert request.texts is not None
+            pairs = [(prompt, text[len(prompt) :]) for prompt, text in zip(self.prompts, request.texts, strict=True)]
+            pairs += [(prompt, "") for prompt in self.prompts]
+            made = tokenizer.encode_pairs(pairs, info.reads_pairs)
+            ids = [nothing if isinstance(pair, InvalidRequest) else pair.tokens for pair in made]
+            return list(zip(ids[: len(request)], ids[len(request) :], strict=True))
         if request.messages is not None:
             rows = tokenizer.encode_messages(request.messages)
             texts = [text if isinstance(text, str) else "" for text in tokenizer.render_prompts(self.prompts)]
@@ -74,7 +82,6 @@ class Trial:
         different = [*dict.fromkeys(texts)]
         encoded = dict(zip(different, tokenizer.encode(different), strict=True))
         prompts = [encoded[text] for text in texts]
-        nothing = np.empty(0, np.int64)
         return [
             (row, prompt if isinstance(prompt, np.ndarray) else nothing)
             if isinstance(row, np.ndarray)
@@ -86,8 +93,8 @@ class Trial:
 def read(body: bytes) -> Trial:
     """Returns what the page asks to have scored; raises InvalidRequest.
 
-    A prompt and its responses are joined with nothing between them, as trainers' forms join them; with `template` they
-    go through the checkpoint's chat template, as a user's and an assistant's message, and so do whole `messages`.
+    A prompt and its responses are pairs, as in other forms; with `template` they go through the checkpoint's chat
+    template, as a user's and an assistant's message, and so do whole `messages`.
     """
     asked = bodies.read(body, TrialBody)
     model, prompt = asked.model or "", asked.prompt
@@ -111,13 +118,13 @@ def read(body: bytes) -> Trial:
         return _of_messages(model, [[*before, {"role": "assistant", "content": text}] for text in responses])
     if prompt is None:
         return Trial(model, ScoreRequest(texts=responses), [""] * len(responses))
-    return Trial(model, joined([prompt], responses), [prompt] * len(responses))
+    return Trial(model, pair_samples([prompt], responses), [prompt] * len(responses))
 
 
 def answer(trial: Trial, info: ModelInfo, reply: ScoreReply, tokenizer: Tokenizer | None) -> TrialReply:
     """What the page shows of the scores; pieces of text are as the model's own tokenizer reads them."""
     is_short = sum(reply.lengths) <= MOST_TOKENS and trial.num_characters <= _MOST_CHARACTERS
-    told = trial.ids(tokenizer) if is_short else [None] * len(reply.results)
+    told = trial.ids(tokenizer, info) if is_short else [None] * len(reply.results)
     if trial.request.tokens is not None:  # those that the model refuses may be anything
         told = [ids if isinstance(result, Score) else None for ids, result in zip(told, reply.results, strict=True)]
     return {

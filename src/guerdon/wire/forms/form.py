@@ -185,8 +185,8 @@ def of_conversation(conversation: list[Message]) -> ScoreRequest:
     return ScoreRequest(messages=[conversation], groups=prompt_groups([contents]))
 
 
-def joined(prompts: list[str], responses: list[str]) -> ScoreRequest:
-    """Returns each response right behind its prompt, or behind the only one.
+def pair_samples(prompts: list[str], responses: list[str]) -> ScoreRequest:
+    """Returns a pair of each response and its prompt, or the only one; the two are tokenised apart.
 
     Raises InvalidRequest if one prompt before all responses makes far more text than was sent.
     """
@@ -199,4 +199,6 @@ def joined(prompts: list[str], responses: list[str]) -> ScoreRequest:
             )
         prompts = prompts * len(responses)
     texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-    return ScoreRequest(texts=texts, prompts=prompts, groups=prompt_groups(prompts))
+    return ScoreRequest(
+        texts=texts, prompts=prompts, groups=prompt_groups(prompts), splits=[len(prompt) for prompt in prompts]
+    )

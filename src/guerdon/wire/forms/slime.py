@@ -19,8 +19,8 @@ from guerdon.wire.forms.form import (
     Text,
     Url,
     check_conversation,
-    joined,
     of_conversation,
+    pair_samples,
 )
 from guerdon.wire.forms.labels import attributes_of, number
 from guerdon.wire.kserve import ErrorBody, to_error
@@ -48,7 +48,7 @@ def _reward(body: RewardBody, url: RewardUrl) -> FormRequest:
     if key == "components":
         raise InvalidRequest("the URL has key=components, where a sum's parts stand; name another key")
     if isinstance(body.prompt, str):
-        request = joined([body.prompt], [body.response])
+        request = pair_samples([body.prompt], [body.response])
     else:
         request = of_conversation(answered(check_conversation(body.prompt, "prompt"), body.response))
     request.labels = None if body.label is UNSET else [body.label]

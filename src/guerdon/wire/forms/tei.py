@@ -73,12 +73,14 @@ class TEIError(msgspec.Struct):
 
 
 def _predict(body: PredictBody, url: PredictUrl) -> FormRequest:
-    """Joins a pair's texts. The reply has each sample's labels with their scores, the highest first.
+    """The two texts of a pair are tokenised apart. The reply has each sample's labels with their scores, best first.
 
     A single sample has no list around its labels if the client sent it without a batch.
     """
     rows, single = _rows(body.inputs)
-    request = ScoreRequest(texts=["".join(row) for row in rows], add_special_tokens=bool(body.add_special_tokens))
+    request = ScoreRequest(texts=["".join(row) for row in rows], add_special_tokens=body.add_special_tokens)
+    if any(len(row) == 2 for row in rows):
+        request.splits = [len(row[0]) if len(row) == 2 else None for row in rows]
     if all(len(row) == 2 for row in rows):
         request.prompts = [row[0] for row in rows]
         request.groups = prompt_groups(request.prompts)

@@ -26,8 +26,8 @@ from guerdon.wire.forms.form import (
     Whole,
     check_conversation,
     check_rewards,
-    joined,
     of_conversation,
+    pair_samples,
     to_samples,
     unsupported,
 )
@@ -126,7 +126,7 @@ class PairsBody(PoolingOptions, kw_only=True):
     max_tokens_per_query: Annotated[Any, unsupported(_CUT)] = None
     max_tokens_per_doc: Annotated[Any, unsupported(_CUT)] = None
     instruction: Annotated[Any, unsupported("put it into the prompts")] = None
-    chat_template_kwargs: Annotated[Any, unsupported("prompt and response are joined without a template")] = None
+    chat_template_kwargs: Annotated[Any, unsupported("pairs go through no chat template")] = None
 
 
 class PoolingUsage(Usage, kw_only=True):
@@ -245,9 +245,9 @@ def _pooling(body: PoolingBody, url: PoolingUrl) -> FormRequest:
 
 
 def _score(body: PairsBody, url: PoolingUrl) -> FormRequest:
-    """Each pair is joined; the reply has one number a pair as `score`."""
+    """The two texts of a pair are tokenised apart; the reply has one number a pair as `score`."""
     prompts, responses = _pairs(body)
-    request, activation = _with_options(joined(prompts, responses), body), _activation(body)
+    request, activation = _with_options(pair_samples(prompts, responses), body), _activation(body)
     reply_id = body.request_id or new_id()
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> PairsReply:
@@ -336,7 +336,7 @@ def _samples(body: ClassifyBody) -> ScoreRequest:
 
 
 def _with_options(request: ScoreRequest, body: PoolingOptions) -> ScoreRequest:
-    request.add_special_tokens = bool(body.add_special_tokens) and request.texts is not None
+    request.add_special_tokens = body.add_special_tokens if request.texts is not None else None
     request.priority = -(body.priority or 0)  # vLLM's lower numbers go first
     max_tokens = body.truncate_prompt_tokens
     if max_tokens is not None:

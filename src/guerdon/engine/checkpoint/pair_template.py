@@ -1,0 +1,79 @@
+"""How a tokenizer puts two texts into one sequence: its special tokens and token types, and what truncation leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from guerdon.core import Sequence
+
+_PROBES = (("a", "b c d"), ("b c d", "a"))
+
+
+@dataclass(frozen=True)
+class PairTemplate:
+    """The special tokens `before`, `between` and `after` two texts.
+
+    Token types are 0 up to `num_first` tokens behind the first text, and 1 from there on; None if all are 0.
+    """
+
+    before: tuple[int, ...] = ()
+    between: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    num_first: int | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Any, encode: Callable[[str], list[int]], *, add_special_tokens: bool) -> PairTemplate | None:
+        """Returns what transformers' tokenizer does with two probes; None if it treats them differently or refuses.
+
+        `encode` returns the ids of a text without special tokens. Not thread-safe.
+        """
+        found = set()
+        for first, second in _PROBES:
+            try:
+                made = tokenizer(first, second, add_special_tokens=add_special_tokens)
+            except (TypeError, ValueError, NotImplementedError):  # it takes no pairs
+                return None
+            found.add(cls._read(made["input_ids"], made.get("token_type_ids"), encode(first), encode(second)))
+        return found.pop() if len(found) == 1 else None
+
+    @classmethod
+    def _read(cls, row: list[int], types: list[int] | None, first: list[int], second: list[int]) -> PairTemplate | None:
+        starts = [i for i in range(len(row)) if row[i : i + len(first)] == first]
+        ends = [i for i in range(len(row), 0, -1) if row[:i][-len(second) :] == second]
+        if not (first and second and starts and ends):
+            return None
+        stop, start = starts[0] + len(first), ends[0] - len(second)
+        if stop > start:
+            return None
+        template = (tuple(row[: starts[0]]), tuple(row[stop:start]), tuple(row[ends[0] :]))
+        if types is None or 1 not in types:
+            return cls(*template)
+        change = types.index(1)
+        is_known = stop <= change <= start and set(types[:change]) <= {0} and set(types[change:]) == {1}
+        return cls(*template, change - stop) if is_known else None
+
+    @property
+    def num_added(self) -> int:
+        """The number of special tokens."""
+        return len(self.before) + len(self.between) + len(self.after)
+
+    def join(self, first: np.ndarray, second: np.ndarray) -> Sequence:
+        """Returns the sequence of two texts' ids, int64 `[T]`."""
+        parts = (self.before, first, self.between, second, self.after)
+        row = np.concatenate([np.asarray(part, np.int64) for part in parts])
+        start = None if self.num_first is None else len(self.before) + len(first) + self.num_first
+        return Sequence(row, second_start=start)
+
+
+def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """Returns how many tokens of both texts stay if `room` are left: the longer one is cut first.
+
+    As in the library tokenizers, an odd token goes to the text that was longer, or else to the second.
+    """
+    shorter = min(first, second, room // 2)
+    longer = min(max(first, second), room - shorter)
+    return (longer, shorter) if first > second else (shorter, longer)
