@@ -195,7 +195,8 @@ def samples_of(group: list[Rollout], config: RemoteRewardConfig) -> dict[str, An
         return token_samples_of(group, config.pad_to_length)
     hints: dict[str, Any] = {"groups": [rollout.group for rollout in group]}
     if config.send == "text":
-        return hints | {"texts": [_text_of(rollout, config.suffix) for rollout in group]}
+        texts, prompts = [_text_of(rollout, config.suffix) for rollout in group], [r.prompt.text for r in group]
+        return hints | {"texts": texts, "prompts": prompts}
     conversations = []
     for rollout in group:
         if rollout.prompt.messages is None:

@@ -76,10 +76,10 @@ class RewardClient(BlockingClient[Session]):
 
         Give exactly one of `texts`, `messages` (conversations) and `tokens` (token ids, sequences of any length): a
         list of samples. Every other list has one entry a sample: `groups`, `prompt_lengths` and `steps` as in
-        `ScoreRequest`; `prompts` (text) and `labels` (any JSON value) for functions at the server, sent only if the
-        model takes them. `timeout_s` limits this call from when it is first sent, and is sent to the server; samples
-        of higher `priority` (up to 99) go first. `pad_to_length` is for servers that batch only requests of one width,
-        such as PyTriton's; guerdon's needs none.
+        `ScoreRequest`; `prompts` (text) for functions, and for encoders, which read pairs; `labels` (any JSON value)
+        for functions; sent only if the model takes them. `timeout_s` limits this call from when it is first sent, and
+        is sent to the server; samples of higher `priority` (up to 99) go first. `pad_to_length` is for servers that
+        batch only requests of one width, such as PyTriton's; guerdon's needs none.
         """
         request = make_request(
             texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
