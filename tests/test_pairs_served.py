@@ -25,8 +25,11 @@ from transformers import (
 import rewarding
 import served
 import zoo
+from actor.rollouts import rollout
 from guerdon import LocalRewardModel, RewardClient
+from guerdon.actor.remote_rewards import RemoteRewards
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.actors import RemoteRewardConfig, RewardModelServer
 from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
 
 Pairs = list[tuple[str, str]]
@@ -243,6 +246,15 @@ def test_a_model_in_process_reads_the_same_pairs(folder: Path, reference: Callab
     with LocalRewardModel(folder / "bert", deterministic=True) as model:
         scores = model.score(texts=[a + b for a, b in PAIRS], prompts=[a for a, _ in PAIRS])
     assert list(scores) == pytest.approx([reference("bert", *pair) for pair in PAIRS], abs=2e-5)
+
+
+def test_the_actors_texts_are_pairs_to_an_encoder(server: RunningServer, reference: Callable[..., float]) -> None:
+    rollouts = [rollout([5], [6], group=i, prompt_text=a, text=b) for i, (a, b) in enumerate(PAIRS)]
+    config = RemoteRewardConfig(RewardModelServer(name="bert", urls=[server.http_url]), send="text")
+    with RemoteRewards(config) as rewards:
+        rewards.wait_ready()
+        rewards.score(rollouts)
+    assert [r.reward for r in rollouts] == pytest.approx([reference("bert", *pair) for pair in PAIRS], abs=2e-5)
 
 
 @pytest.mark.parametrize("adds", [False, True])
