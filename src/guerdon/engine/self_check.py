@@ -31,7 +31,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 GRADIENT_TOLERANCE = {dtype: 2 * most for dtype, most in TOLERANCE.items()}
 """The same for gradients, which are rounded in the forward and in the backward pass."""
 _LONGEST = 64
-"""Tokens of the longest probe."""
+"""Tokens of the longest probe; all together are more than 128, from which on some models compress their keys."""
 
 _LOOKING_AHEAD = {
     "is_causal": (False,),
@@ -307,7 +307,7 @@ def probe_rows(vocab_size: int | None, max_length: int | None, avoid: int) -> li
     ids = np.setdiff1d(np.arange(vocab_size or 2), [avoid])
     prompt = rng.choice(ids, max(longest // 2, min(MIN_SHARED, longest - 1)))
     rows = [np.concatenate([prompt, rng.choice(ids, max(1, longest // k))]) for k in (2, 3, 8)]
-    rows += [rng.choice(ids, n) for n in (max(1, longest // 4), 1)]
+    rows += [rng.choice(ids, n) for n in (longest, max(1, longest // 4), 1)]
     return [r[:longest].astype(np.int64) for r in rows]
 
 
