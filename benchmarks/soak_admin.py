@@ -11,7 +11,6 @@ import numpy as np
 import orjson
 
 import soak_samples
-from soak_client import kind_of
 from soak_ledger import Ledger
 from soak_wire import Answer, Connection, post
 
@@ -78,7 +77,7 @@ class Admin:
         self._ledger.sent(name, "helpful", 1)
         answer = await self._exchange(post("/v2/models/helpful/infer", body, self._key))
         if answer.status != 200:
-            self._ledger.done(name, kind_of(answer))
+            self._ledger.done(name, answer.kind)
             self._ledger.wrong(name, f"after a load: {answer.status}: {answer.body[:200]!r}")
             return
         told = orjson.loads(answer.body)

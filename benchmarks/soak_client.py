@@ -195,7 +195,7 @@ class Client:
         if answer.status == 200:
             self._check_reply(name, kserve.decode_reply(answer.body, answer.json_length), check, count)
             return
-        kind = kind_of(answer)
+        kind = answer.kind
         self.ledger.done(name, kind)
         if kind not in BUSY and kind not in also:
             self.ledger.wrong(name, f"{answer.status}: {answer.body[:300]!r}")
@@ -258,7 +258,7 @@ class Client:
         self.ledger.sent(name, model, len(picks))
         answer = await self.exchange(post(path, orjson.dumps(body), self.key))
         if answer.status != 200:
-            kind = kind_of(answer)
+            kind = answer.kind
             self.ledger.done(name, kind)
             if kind not in BUSY:
                 self.ledger.wrong(name, f"{path}: {answer.status}: {answer.body[:300]!r}")
@@ -266,15 +266,6 @@ class Client:
         version = answer.headers["guerdon-weights-version"]
         self._check_rewards(name, model, read(orjson.loads(answer.body)), picks, version)
         self.ledger.done(name, "ok", len(picks))
-
-
-def kind_of(answer: Answer) -> str:
-    """Returns the error class that the answer names; for forms that name none, that of its status."""
-    with contextlib.suppress(orjson.JSONDecodeError, AttributeError):
-        told = orjson.loads(answer.body)
-        if "kind" in told:
-            return str(told["kind"])
-    return {429: "Overloaded", 503: "Unavailable", 422: "InvalidRequest"}.get(answer.status, str(answer.status))
 
 
 def _binary(model: str, request: InferRequest, key: str) -> bytes:

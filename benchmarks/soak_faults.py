@@ -87,7 +87,7 @@ class Faults:
         self._ledger.sent(name, "helpful", 1)  # of some the one sample is refused, of others all
         headers = {"Content_Encoding": random.choice(("gzip", "deflate"))} if random.random() < 0.2 else {}
         answer = await self._client.exchange(post("/v2/models/helpful/infer", body, self._client.key, **headers))
-        kind = _kind(answer.body)
+        kind = answer.kind
         self._ledger.done(name, kind)
         if not 400 <= answer.status < 500:
             self._ledger.wrong(name, f"a bad body got {answer.status}: {answer.body[:200]!r} for {body[:100]!r}")
@@ -103,7 +103,7 @@ class Faults:
             answer = await connection.ask(head, ENDS_S)
         finally:
             connection.cut()
-        self._ledger.done(name, _kind(answer.body))
+        self._ledger.done(name, answer.kind)
         if answer.status != 413:
             self._ledger.wrong(name, f"a body of a gigabyte got {answer.status}: {answer.body[:200]!r}")
         self._ledger.note("bodies too large")
@@ -248,7 +248,7 @@ class Faults:
     def _check_values(self, name: str, answer: Any, num_rows: int, width: int) -> None:
         told = orjson.loads(answer.body)
         if answer.status != 200:
-            self._ledger.done(name, _kind(answer.body))
+            self._ledger.done(name, answer.kind)
             if answer.status != 503:
                 self._ledger.wrong(name, f"values: {answer.status}: {answer.body[:200]!r}")
             return
@@ -261,10 +261,3 @@ class Faults:
 def _ids(ids: list[int]) -> dict[str, Any]:
     lengths = {"name": "sequence_lengths", "datatype": "INT64", "shape": [1, 1], "data": [len(ids)]}
     return {"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [1, len(ids)], "data": ids}, lengths]}
-
-
-def _kind(body: bytes) -> str:
-    try:
-        return str(orjson.loads(body)["kind"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return "no kind"

@@ -17,7 +17,7 @@ import orjson
 import soak_samples
 from guerdon.wire import kserve
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor
-from soak_client import TIMEOUT_S, kind_of
+from soak_client import TIMEOUT_S
 from soak_ledger import Ledger
 from soak_wire import Answer, Broken, Connection, post
 
@@ -89,7 +89,7 @@ class Trainer:
         """Sends a used id with other content: it is refused."""
         name, request = self._request(number + 1, number)
         answer = await self._exchange(name, "critic_train", request)
-        self._ledger.done(name, kind_of(answer))
+        self._ledger.done(name, answer.kind)
         if answer.status != 400:
             self._ledger.wrong(name, f"other content under a known id got {answer.status}")
         self._ledger.note("trains with other content")
@@ -101,7 +101,7 @@ class Trainer:
         if answer.status == 200:
             self._ledger.done(name, "ok")
         else:
-            self._ledger.done(name, kind_of(answer))
+            self._ledger.done(name, answer.kind)
             self._ledger.wrong(name, f"save: {answer.status}: {answer.body[:300]!r}")
         self._ledger.note("saves")
 
@@ -128,7 +128,7 @@ class Trainer:
         finally:
             connection.cut()
         if answer.status == 503:
-            self._ledger.done(name, kind_of(answer))
+            self._ledger.done(name, answer.kind)
         return answer
 
     def _name(self) -> str:

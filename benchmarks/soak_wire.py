@@ -26,6 +26,11 @@ class Answer:
     body: bytes = b""
 
     @property
+    def kind(self) -> str:
+        """The error class that the answer names, else its status."""
+        return self.headers.get("guerdon-error", str(self.status))
+
+    @property
     def json_length(self) -> int | None:
         """The length of the JSON before binary tensors; None if all of the body is JSON."""
         length = self.headers.get("inference-header-content-length")

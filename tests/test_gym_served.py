@@ -79,7 +79,7 @@ def test_a_failed_sample_is_masked(server: RunningServer) -> None:
 
 def test_a_request_that_nobody_can_answer_is_refused(server: RunningServer) -> None:
     answer = httpx.post(f"{server.http_url}/verify?model=nobody", json=row("4"))
-    assert answer.status_code == 400 and answer.json()["kind"] == "UnknownModel"
+    assert answer.status_code == 400 and answer.headers["guerdon-error"] == "UnknownModel"
     answer = httpx.post(f"{server.http_url}/verify", json={"response": {"output": []}})
     assert answer.status_code == 400 and "the body has no 'responses_create_params'" in answer.json()["error"]
 

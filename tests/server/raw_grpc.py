@@ -19,6 +19,8 @@ class RawClient:
         self.is_closed = threading.Event()
         self.settings: dict[int, int] = {}
         self.num_pings = 0
+        self.num_answered = 0
+        """Pings of its own that the server answered."""
         self._answers_pings = answers_pings
         self._num_calls = 0
         self._windows: Counter[int] = Counter()
@@ -49,6 +51,9 @@ class RawClient:
                 self._windows.subtract({0: len(piece), call: len(piece)})
             self._send(frame(DATA, at + PIECE_BYTES >= len(body), call, piece))
 
+    def ping(self) -> None:
+        self._send(frame(PING, 0, 0, b"8 bytes."))
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -74,7 +79,9 @@ class RawClient:
         elif kind == SETTINGS and not flags & 1:
             self.settings |= dict(struct.iter_unpack(">HI", payload))
             self._send(frame(SETTINGS, 1, 0))
-        elif kind == PING and not flags & 1:
+        elif kind == PING and flags & 1:
+            self.num_answered += 1
+        elif kind == PING:
             self.num_pings += 1
             if self._answers_pings:
                 self._send(frame(PING, 1, 0, payload))

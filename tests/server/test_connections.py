@@ -31,6 +31,7 @@ from server.keys import SCORE, TRAIN, keyed
 TIMES = {"header_timeout_s": 0.5, "read_timeout_s": 0.5, "write_timeout_s": 0.8, "idle_timeout_s": 1.5}
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 BODY = body_of([[5, 6]])
+CHUNKED = b"Transfer-Encoding: chunked"
 
 
 @pytest.fixture(scope="module")
@@ -272,19 +273,20 @@ def peers(process: psutil.Process, server: RunningServer) -> list:
 
 
 @pytest.mark.parametrize(
-    "piece",
+    ("piece", "status"),
     [
-        pytest.param(b"GET /" + b"a" * 200_000, id="the target"),
-        pytest.param(b"GET / HTTP/1.1\r\nX: " + b"a" * 200_000, id="one header"),
-        pytest.param(b"GET / HTTP/1.1\r\n" + b"X: a\r\n" * 2000, id="many headers"),
-        pytest.param(b"GET / HTTP/1.1\r\n" + b"X" * 200_000, id="a header's name"),
-        pytest.param(b"\r\n" * 100_000, id="line ends"),
-        pytest.param(post(b"5\r\n12345\r\n0\r\nX: " + b"a" * 200_000, b"Transfer-Encoding: chunked"), id="a trailer"),
-        pytest.param(post(b"5;x=" + b"a" * 200_000, b"Transfer-Encoding: chunked"), id="a chunk's extension"),
-        pytest.param(post(b"1\r\nx\r\n" * 40_000, b"Transfer-Encoding: chunked"), id="chunks of a byte"),
+        pytest.param(b"GET /" + b"a" * 200_000, 431, id="the target"),
+        pytest.param(b"GET / HTTP/1.1\r\nX: " + b"a" * 200_000, 431, id="one header"),
+        pytest.param(b"GET / HTTP/1.1\r\n" + b"X: a\r\n" * 2000, 431, id="many headers"),
+        pytest.param(b"GET / HTTP/1.1\r\n" + b"X" * 200_000, 431, id="a header's name"),
+        pytest.param(b"\r\n" * 100_000, 431, id="line ends"),
+        pytest.param(post(b"5\r\n12345\r\n0\r\nX: " + b"a" * 200_000, CHUNKED), 400, id="a trailer"),
+        pytest.param(post(b"5;x=" + b"a" * 200_000, CHUNKED), 400, id="a chunk's extension"),
+        pytest.param(post((b"1;" + b"x" * 200 + b"\r\nx\r\n") * 1000, CHUNKED), 400, id="extensions together"),
+        pytest.param(post(b"0" * 200_000 + b"1\r\nx\r\n", CHUNKED), 400, id="zeros before a chunk's size"),
     ],
 )
-def test_heads_and_framing_are_bounded(server, piece):
+def test_heads_and_framing_are_bounded(server, piece, status):
     with connect(server) as connection:
         for i in range(0, len(piece), 4096):
             try:
@@ -292,8 +294,93 @@ def test_heads_and_framing_are_bounded(server, piece):
             except OSError:
                 break
         answer = until_closed(connection)
-    assert statuses(answer) == [431]
-    assert b'"kind":"InvalidRequest"' in answer
+    assert statuses(answer) == [status]
+    assert b"guerdon-error: InvalidRequest" in answer
+
+
+def answer_to(connection: socket.socket, pieces: list[bytes]) -> tuple[bytes, bytes]:
+    """The status line and the body that answer a request, of which each piece is sent in a packet of its own."""
+    for piece in pieces:
+        connection.sendall(piece)
+        time.sleep(0.001)
+    received = head = body = b""
+    while not head or len(body) < int(re.findall(rb"content-length: (\d+)", head)[0]):
+        more = connection.recv(1 << 20)
+        assert more, received
+        received += more
+        head, _, body = received.partition(b"\r\n\r\n") if b"\r\n\r\n" in received else (b"", b"", b"")
+    return head.partition(b"\r\n")[0], body
+
+
+def in_chunks(body: bytes, size: int, *, extension: bytes = b"", trailer: bytes = b"") -> bytes:
+    parts = [body[i : i + size] for i in range(0, len(body), size)]
+    framed = [b"%x%s\r\n%s\r\n" % (len(part), extension, part) for part in parts]
+    return b"".join([*framed, b"0%s\r\n%s\r\n" % (extension, trailer)])
+
+
+@pytest.fixture(scope="module")
+def scored(patient_server) -> tuple[bytes, bytes]:
+    """The answer to BODY with a Content-Length."""
+    with connect(patient_server) as connection:
+        answer = answer_to(connection, [post(BODY, b"Content-Length: %d" % len(BODY))])
+    assert answer[0] == b"HTTP/1.1 200 OK"
+    return answer
+
+
+def test_chunks_may_be_cut_anywhere(patient_server, scored):
+    """Between a line's two ends, inside sizes, extensions and trailers; and every byte in a packet of its own."""
+    body = in_chunks(BODY, 40, extension=b";a=b;c", trailer=b"X: y\r\nZ: \r\n")
+    sent = post(body, CHUNKED)
+    first = sent.index(b"\r\n\r\n") - 4
+    with connect(patient_server) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for i in range(first, len(sent)):
+            assert answer_to(connection, [sent[:i], sent[i:]]) == scored, sent[i - 10 : i + 10]
+        assert answer_to(connection, [sent[i : i + 1] for i in range(len(sent))]) == scored
+
+
+@pytest.mark.parametrize("packet", [7, 4096, 1 << 20])
+def test_a_body_may_come_in_chunks_of_a_byte(patient_server, scored, packet):
+    """Line by line or byte by byte, as some clients stream: the framing may be far more than the body."""
+    sent = post(in_chunks(BODY + b" " * 20_000, 1), CHUNKED)
+    with connect(patient_server) as connection:
+        for i in range(0, len(sent), packet):
+            connection.sendall(sent[i : i + packet])
+        assert answer_to(connection, []) == scored
+
+
+H2C = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk")
+
+
+@pytest.mark.parametrize(
+    "upgrade", [H2C, (b"Connection: upgrade", b"Upgrade: websocket", b"Sec-WebSocket-Version: 13")]
+)
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_an_upgrade_is_ignored(patient_server, scored, upgrade, is_chunked):
+    """RFC 9110, section 7.8: "A server MAY ignore a received Upgrade header field". Java's HttpClient sends one."""
+    body = in_chunks(BODY, 40) if is_chunked else BODY
+    sent = post(body, *upgrade, CHUNKED if is_chunked else b"Content-Length: %d" % len(BODY))
+    first = sent.index(b"\r\n\r\n") - 4
+    bare = LIVE.replace(b"\r\n\r\n", b"\r\n" + b"\r\n".join(upgrade) + b"\r\n\r\n")
+    with connect(patient_server) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for i in range(first, len(sent), 7):
+            assert answer_to(connection, [sent[:i], sent[i:]]) == scored, sent[i - 10 : i + 10]
+        for request in (bare, LIVE, bare):
+            assert answer_to(connection, [request]) == (b"HTTP/1.1 200 OK", b'{"live":true}')
+        assert answer_to(connection, [post(BODY, b"Content-Length: %d" % len(BODY))]) == scored
+
+
+def test_a_request_inside_the_body_of_an_upgrade_is_none(patient_server):
+    """Neither is what stands behind it in the packet taken for its body."""
+    inner = LIVE + b" " * 9
+    with connect(patient_server) as connection:
+        connection.sendall(post(inner, *H2C, b"Content-Length: %d" % len(inner)))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400")
+        connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answers = until_closed(connection)
+    assert statuses(answers) == [200]
+    assert b'{"ready":true}' in answers
 
 
 @pytest.mark.parametrize("is_split", [False, True])
@@ -504,9 +591,9 @@ def test_two_thousand_idle_connections_do_not_hold_up_others_and_leave_nothing()
         pytest.param(b"get /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n" + LIVE, id="a method in lower case"),
         pytest.param(b"GET /v2 x HTTP/1.1\r\nHost: localhost\r\n\r\n" + LIVE, id="a space in the target"),
         pytest.param(b"CONNECT evil:80 HTTP/1.1\r\nHost: evil\r\n\r\n" + LIVE, id="CONNECT"),
-        pytest.param(
-            post(LIVE, b"Connection: Upgrade", b"Upgrade: h2c", b"Content-Length: %d" % len(LIVE)), id="h2c with a body"
-        ),
+        pytest.param(post(b"12345" + LIVE, *H2C, b"Content-Length: 5", b"Content-Length: 50"), id="h2c with two CLs"),
+        pytest.param(post(b"0\r\n\r\n" + LIVE, *H2C, b"Transfer-Encoding: xchunked"), id="h2c with TE unknown"),
+        pytest.param(post(b"xyz\r\n\r\n" + LIVE, *H2C, CHUNKED), id="h2c with a chunk's size of letters"),
         pytest.param(
             b"GET /v2 HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + LIVE, id="chunked in HTTP/1.0"
         ),

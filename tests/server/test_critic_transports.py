@@ -48,8 +48,7 @@ class OverHttp:
         headers = {} if length is None else {"Inference-Header-Content-Length": str(length)}
         answer = self._client.post(f"/v2/models/{model}/infer", content=body, headers=headers, timeout=timeout_s)
         if answer.status_code != 200:
-            told = answer.json()
-            raise Refused(answer.status_code, told["kind"], told["error"])
+            raise Refused(answer.status_code, answer.headers["guerdon-error"], answer.json()["error"])
         size = answer.headers.get("inference-header-content-length")
         return kserve.decode_reply(answer.content, None if size is None else int(size))
 

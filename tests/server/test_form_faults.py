@@ -189,6 +189,7 @@ def test_clients_that_leave_cancel_their_work(running_server, client, service):
 @pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE"])
 def test_a_wrong_method(client, example, method):
     response = client.request(method, example.path)
+    assert response.headers["allow"] == "POST, PUT"
     if method == "HEAD":
         assert (response.status_code, response.content) == (405, b"")
     else:

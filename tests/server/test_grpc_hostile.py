@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import queue
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+import tritonclient.grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
@@ -231,6 +233,46 @@ def test_a_client_that_answers_no_ping_is_left(monkeypatch):
         assert other.num_pings
         assert not other.is_closed.is_set()
         other.close()
+
+
+@tried_again
+def test_a_client_may_ping_while_it_waits(monkeypatch):
+    """As many clients do every 10 seconds; one that floods the server with pings is left."""
+    monkeypatch.setattr(grpc_server, "_LEAST_PING_MS", 50)
+    service = EchoService()
+    with (
+        RunningServer(service, ServerConfig(port=0, grpc_port=0)) as server,
+        service.scorer.held(),
+        contextlib.closing(raw_client(server)) as waiting,
+        contextlib.closing(raw_client(server)) as flooding,
+    ):
+        waiting.ask("ModelInfer", message([SLOW_TOKEN]).SerializeToString())
+        wait_until(lambda: bool(service.requests))
+        for i in range(8):
+            waiting.ping()
+            wait_until(lambda i=i: waiting.num_answered > i)
+            time.sleep(0.1)
+        assert not waiting.is_closed.is_set()
+        with contextlib.suppress(OSError):
+            for _ in range(20):
+                flooding.ping()
+        assert flooding.is_closed.wait(30)
+
+
+@pytest.mark.slow
+def test_a_call_of_forty_seconds_survives_pings_every_ten():
+    """By Triton's own client, with the options that it documents."""
+    service = EchoService()
+    options = tritonclient.grpc.KeepAliveOptions(10_000, 20_000, True, 0)
+    with RunningServer(service, ServerConfig(port=0, grpc_port=0)) as server:
+        url = (server.grpc_url or "").removeprefix("grpc://")
+        asked = tritonclient.grpc.InferInput("input_ids", [1, 1], "INT32")
+        asked.set_data_from_numpy(np.array([[SLOW_TOKEN]], np.int32))
+        client = tritonclient.grpc.InferenceServerClient(url, keepalive_options=options)
+        with client, service.scorer.held() as go:
+            threading.Timer(45, go.set).start()
+            result = client.infer("reward_model", [asked])
+    assert result.as_numpy("rewards").shape == (1,)
 
 
 def test_health_answers_also_when_the_gate_is_full():

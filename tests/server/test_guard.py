@@ -84,7 +84,7 @@ def test_each_form_tells_of_a_missing_key_in_its_own_way(server: RunningServer) 
     assert httpx.post(server.http_url + "/v1/score").json()["error"]["code"] == 401
     assert httpx.get(server.http_url + "/v1/models").json()["error"]["code"] == 401
     assert httpx.post(server.http_url + "/predict").json()["error_type"]
-    assert httpx.post(server.http_url + INFER).json()["kind"] == "Unauthenticated"
+    assert httpx.post(server.http_url + INFER).headers["guerdon-error"] == "Unauthenticated"
 
 
 def test_a_body_without_a_key_is_not_read(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import gzip
+import re
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import orjson
 import pytest
 
+from guerdon import errors
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve
@@ -44,7 +46,8 @@ def client(running_server: RunningServer) -> Iterator[httpx.Client]:
 def error_of(response: httpx.Response, status: int) -> str:
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
-    assert list(response.json()) == ["error", "kind"]
+    assert list(response.json()) == ["error"]  # as the protocol has it: Triton's Java client refuses another key
+    assert issubclass(getattr(errors, response.headers["guerdon-error"]), errors.GuerdonError)
     assert "Traceback" not in response.text
     return response.json()["error"]
 
@@ -393,3 +396,20 @@ def test_a_body_holds_its_room_until_it_is_decoded_even_if_its_client_leaves(mon
             time.sleep(0.005)
         go.set()
         wait_until(lambda: client.post(INFER, content=small).status_code == 200)
+
+
+def test_a_method_that_a_path_does_not_take_is_answered_with_those_that_it_takes(client):
+    """RFC 9110, section 15.5.6: 405 "MUST generate an Allow header field"."""
+    paths = client.get("/openapi.json").json()["paths"]
+    for path, operations in paths.items():
+        if path == "/":
+            continue  # where other methods are told that there is nothing
+        for method in ("DELETE", "OPTIONS", "PATCH"):
+            response = client.request(method, re.sub(r"\{\w+\}", "x", path))
+            assert (response.status_code, response.headers["guerdon-error"]) == (405, "MethodNotAllowed")
+            assert {*response.headers["allow"].split(", ")} == {operation.upper() for operation in operations}
+            assert "allow" not in client.request("DELETE", "/nowhere").headers
+
+
+def test_the_server_tells_what_it_is_with_and_without_a_slash(client):
+    assert client.get("/v2/").json() == client.get("/v2").json()

@@ -130,7 +130,8 @@ def test_close_gives_up_on_work_beyond_the_grace_time():
         server.close()
         response = accepted.result(timeout=60)
     assert response.status_code == 503
-    assert response.json() == {"error": "the server is stopping", "kind": "Unavailable"}
+    assert response.json() == {"error": "the server is stopping"}
+    assert response.headers["guerdon-error"] == "Unavailable"
     assert service.cancelled == 1
 
 

@@ -160,7 +160,7 @@ class HttpExchange:
 
     def _error(self, reply: HttpReply) -> GuerdonError:
         status, body = reply.status, reply.json()
-        message, kind = (body.get("error"), body.get("kind")) if isinstance(body, dict) else (None, None)
+        message = body.get("error") if isinstance(body, dict) else None
         if isinstance(self.step, Ready) and status not in (401, 403):
             reason = f": {message}" if isinstance(message, str) else ""
             return Unavailable(f"model '{self.step.model}' at {self.url} is not ready (status {status}{reason})")
@@ -174,8 +174,8 @@ class HttpExchange:
         elif status == 404 or (status == 400 and isinstance(self.step, Describe)):
             return UnknownModel(message)
         retry_after_s = _number(reply.headers, "retry-after", None)
-        error = error_of(status, message, retry_after_s, kind, _number(body, "num_steps", None))
-        return add_key_hint(error, self.url)
+        kind, num_steps = reply.headers.get("guerdon-error"), _number(reply.headers, "guerdon-num-steps", None)
+        return add_key_hint(error_of(status, message, retry_after_s, kind, num_steps), self.url)
 
 
 class _KeepAliveBackend(httpcore.AnyIOBackend):
@@ -282,7 +282,7 @@ def fetch(address: Address, path: str, *, method: str = "GET", timeout_s: float 
         message = body.get("error")
         if not isinstance(message, str):
             message = f"{address.url} answered {reply.status} to {path}"
-        raise error_of(reply.status, message, kind=body.get("kind"))
+        raise error_of(reply.status, message, kind=reply.headers.get("guerdon-error"))
     return reply
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta
 
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, OperationInfo, TrainReport, TrainRequest
-from guerdon.errors import GuerdonError, InvalidRequest, TrainFailed, Unsupported
+from guerdon.errors import GuerdonError, InvalidRequest, Unsupported
 from guerdon.wire import bodies, critic_tensors, score_tensors, tensors
 from guerdon.wire.signature import PARAMETERS
 from guerdon.wire.tensors import DTYPES, MAX_DIMENSION, MAX_RANK, InferReply, InferRequest, Tensor
@@ -67,11 +67,9 @@ class ReplyBody(msgspec.Struct, omit_defaults=True):
 
 
 class ErrorBody(msgspec.Struct):
-    """An error of class `kind`; a failed train request keeps the effect of `num_steps` global batches."""
+    """An error as the protocol has it: typed clients, such as Triton's in Java, refuse any other key."""
 
     error: str
-    kind: str
-    num_steps: int | UnsetType = UNSET
 
 
 def read(body: bytes, header_length: int | None, info: ModelInfo | OperationInfo) -> tuple[InferRequest, ServedRequest]:
@@ -103,8 +101,7 @@ def to_reply(reply: ServedReply, request: InferRequest, info: ModelInfo | Operat
 
 def to_error(error: GuerdonError) -> tuple[int, ErrorBody]:
     """Returns the status and the body by which KServe's routes and the trainers' forms report the error."""
-    num_steps = error.num_steps if isinstance(error, TrainFailed) else UNSET
-    return error.http, ErrorBody(bodies.cut(str(error)), type(error).__name__, num_steps)
+    return error.http, ErrorBody(bodies.cut(str(error)))
 
 
 def decode(body: bytes, header_length: int | None) -> InferRequest:

@@ -142,7 +142,7 @@ def _health() -> dict[str, Any]:
 
 def _kserve(names: list[str]) -> dict[str, Any]:
     ready, statistics = _ok(_JSON, signature.Readiness), _ok(_JSON, signature.Statistics)
-    paths = {"/v2": _path(_READ, "The server", _ok(_JSON, signature.ServerMetadata))}
+    paths = dict.fromkeys(("/v2", "/v2/"), _path(_READ, "The server", _ok(_JSON, signature.ServerMetadata)))
     head = {"200": _described("the head")["200"] | {"content": _content(_BINARY, _BYTES)}}
     head |= _described("the client has it already", 304)
     paths["/v2/models/stats"] = _path(_READ, "Statistics of all models in Triton's terms", statistics)

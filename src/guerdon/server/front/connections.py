@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _MOST_HEAD_BYTES = 65_536
 _MOST_HEADERS = 256
+_CHUNK_FRAMING_BYTES = 16
+"""Bytes around a chunk's data that every chunk may have."""
 
 _LINGER_S = 1.0
 """Time for a refused client to read why, while the rest of its bytes are discarded: closing at once may reset it."""
@@ -217,7 +219,11 @@ class HttpConnection(HttpToolsProtocol):
         self._is_lingering = False
         self._num_head = 0
         self._num_silent = 0
-        """Bytes received since a head was complete, beyond twice those of its body."""
+        """Bytes received of a head, or those around a body's chunks: extensions, trailers and longer sizes."""
+        self._skipped_body = b""
+        """The header that frames a body which the parser skips because of an Upgrade; empty if it skips none."""
+        self._is_repeating = False
+        """Whether the parser reads a head again, which was handled already."""
         self._is_known = not server.has_keys
         """Whether a valid key was shown here."""
         self.num_unread = 0
@@ -264,19 +270,37 @@ class HttpConnection(HttpToolsProtocol):
             return
         self._num_silent += len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._ignores_input = True  # what follows would be of another protocol
+            self._parse(data)
         except httptools.HttpParserError as e:
             malformed = _Refused(400, "Invalid HTTP request received.")
             self._stop_reading(e.__context__ if isinstance(e.__context__, _Refused) else malformed)
         else:
             if self._num_silent > _MOST_HEAD_BYTES:
-                what = "head" if self._is_in_head else "framing"
-                self._stop_reading(_Refused(431, f"the request's {what} has more than {_MOST_HEAD_BYTES} bytes"))
+                status, what = (400, "chunk extensions and trailers have") if self._is_in_body else (431, "head has")
+                self._stop_reading(_Refused(status, f"the request's {what} more than {_MOST_HEAD_BYTES} bytes"))
+
+    def _parse(self, data: bytes) -> None:
+        """Feeds the parser; after an Upgrade, which is ignored (RFC 9110, section 7.8), a new one."""
+        try:
+            self.parser.feed_data(data)
+            return
+        except httptools.HttpParserUpgrade as e:
+            rest = data[e.args[0] :]
+        if self.scope["method"] == "CONNECT":
+            self._ignores_input = True  # what follows is not HTTP
+            return
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        if self._skipped_body:
+            self._is_repeating = True
+            self.parser.feed_data(b"POST * HTTP/1.1\r\n%s\r\n\r\n" % self._skipped_body)
+            self._is_repeating, self._skipped_body = False, b""
+        self.parser.feed_data(rest)
 
     def on_message_begin(self) -> None:
         """Called at a request's first byte."""
+        if self._is_repeating:
+            return
         if self.cycle is not None and (not self.cycle.response_complete or self.flow.write_paused):
             raise _Early  # an unsent answer would hold up the next, which no limit counts
         super().on_message_begin()
@@ -286,6 +310,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         """Called with a part of the request's target."""
+        if self._is_repeating:
+            return
         self._count_head(len(url))
         super().on_url(url)
 
@@ -300,24 +326,32 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Called when a head is complete: starts the application on the request."""
-        has_body = self._check_head()
-        if self.parser.should_upgrade() and has_body:
-            # Request smuggling: the parser ends here, a proxy in front may read on.
-            raise _Refused(400, "this server speaks HTTP/1.1 alone: leave the header Upgrade out")
+        if self._is_repeating:
+            return
+        framing = self._check_head()
+        is_tunnel = self.parser.get_method() == b"CONNECT"
+        if self.parser.should_upgrade() and not is_tunnel:
+            self._skipped_body = framing
         self._is_in_head, self._is_in_body, self._num_silent = False, True, 0
         self._limit_starts = math.inf
         self._server.holders.work(self._held)
         super().on_headers_complete()
-        if self.parser.should_upgrade():
+        if is_tunnel:
             self.cycle.keep_alive = False
+
+    def on_chunk_header(self) -> None:
+        """Called with a chunk's size."""
+        self._num_silent -= _CHUNK_FRAMING_BYTES
 
     def on_body(self, body: bytes) -> None:
         """Called with a part of a body."""
-        self._num_silent = max(0, self._num_silent - 2 * len(body))
+        self._num_silent -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Called when a request is complete."""
+        if self._skipped_body:
+            return
         self._is_in_body, self._num_silent = False, 0
         super().on_message_complete()
         self._await_next()
@@ -363,8 +397,11 @@ class HttpConnection(HttpToolsProtocol):
         if self._num_head > _MOST_HEAD_BYTES:
             raise _Refused(431, f"the request's head has more than {_MOST_HEAD_BYTES} bytes")
 
-    def _check_head(self) -> bool:
-        """Returns whether a body follows; refuses heads that another parser might read differently (smuggling)."""
+    def _check_head(self) -> bytes:
+        """Returns the header that frames the body, empty if there is none.
+
+        Refuses heads that another parser might read differently (smuggling).
+        """
         version = self.parser.get_http_version()
         if version not in ("1.1", "1.0"):
             raise _Refused(400, f"this server speaks HTTP/1.1, not {version}")
@@ -378,10 +415,11 @@ class HttpConnection(HttpToolsProtocol):
             raise _Refused(400, "the header Host is missing; HTTP/1.1 needs it")
         coding = seen.get(b"transfer-encoding")
         if coding is None:
-            return seen.get(b"content-length", b"0").strip(b"0 \t") != b""
+            length = seen.get(b"content-length", b"").strip(b" \t")
+            return b"Content-Length: " + length if length.strip(b"0") else b""
         if coding.strip().lower() != b"chunked" or b"content-length" in seen or version == "1.0":
             raise _Refused(400, "Transfer-Encoding can only be `chunked`, in HTTP/1.1, and without Content-Length")
-        return True
+        return b"Transfer-Encoding: chunked"
 
     def _stop_reading(self, refused: _Refused) -> None:
         """Reads no more of the connection after a malformed or early request; answers if it still can."""
@@ -400,9 +438,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def _refuse(self, status: int, text: str) -> None:
         """Answers with an error in the usual form, without the application, and ends the connection."""
-        kind = "Overloaded" if status == 503 else "InvalidRequest"
-        body = orjson.dumps({"error": text, "kind": kind})
-        more = b"retry-after: 1\r\n" if status == 503 else b""
+        kind = b"Overloaded" if status == 503 else b"InvalidRequest"
+        body = orjson.dumps({"error": text})
+        more = b"guerdon-error: %s\r\n" % kind + (b"retry-after: 1\r\n" if status == 503 else b"")
         head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\nconnection: close\r\n" % (status, _PHRASES[status])
         self.transport.write(b"%s%scontent-length: %d\r\n\r\n%s" % (head, more, len(body), body))
         self._ignores_input = self._is_lingering = True

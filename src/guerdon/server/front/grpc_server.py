@@ -51,6 +51,7 @@ _SPARE_STREAMS = 100
 _MOST_SMALL_BYTES = 1 << 20
 _PING_AFTER_MS = 60_000
 _PING_ANSWER_MS = 60_000
+_LEAST_PING_MS = 1_000
 _MOST_BUFFERED_BYTES = 65_536  # of an answer, which gRPC takes without waiting for its reader
 _LEAST_BYTES_PER_S = 1 << 16
 _MOST_TEXT_BYTES = 2000  # each of which may travel as three
@@ -96,6 +97,8 @@ def _options(config: ServerConfig) -> tuple[tuple[str, int], ...]:
         ("grpc.keepalive_time_ms", _PING_AFTER_MS),
         ("grpc.http2.ping_timeout_ms", _PING_ANSWER_MS),
         ("grpc.keepalive_permit_without_calls", 1),
+        # Clients may ping, too, while they wait for a long call: gRPC's default, 5 minutes, ends their connection.
+        ("grpc.http2.min_ping_interval_without_data_ms", _LEAST_PING_MS),
         # Else the window that a message may fill before its turn would grow with the connection.
         ("grpc.http2.bdp_probe", 0),
     )

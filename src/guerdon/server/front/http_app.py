@@ -24,6 +24,7 @@ from guerdon.errors import (
     PayloadTooLarge,
     RouteNotFound,
     ServerFault,
+    TrainFailed,
     Unauthenticated,
     Unavailable,
     Unsupported,
@@ -42,6 +43,7 @@ from guerdon.server.front.http_request import (
     Reply,
     Stream,
     UploadTooSlow,
+    error_header,
     send_reply,
     version_header,
 )
@@ -168,9 +170,13 @@ class App:
 
     async def _refuse(self, error: GuerdonError, request: HttpRequest, send: Send) -> None:
         tracing.failed(error)
-        headers: Headers = [JSON]
+        headers: Headers = [JSON, error_header(type(error))]
+        if isinstance(error, TrainFailed):
+            headers.append((b"guerdon-num-steps", b"%d" % error.num_steps))
         if isinstance(error, Unauthenticated):
             headers += _CHALLENGES
+        if isinstance(error, MethodNotAllowed) and (route := self.find(request)) is not None:
+            headers.append((b"allow", ", ".join(route.methods).encode()))
         if error.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after_s)))
         is_unread = isinstance(error, _UNREAD)
@@ -197,6 +203,7 @@ def _routes(admission: Admission, config: ServerConfig) -> list[Route]:
         Route("/v2/health/live", GET, handlers.live),
         Route("/v2/health/ready", GET, handlers.ready),
         Route("/v2", GET, handlers.server),
+        Route("/v2/", GET, handlers.server),
         Route("/v2/models/stats", GET, handlers.statistics),
         Route("/v2/repository/index", POST, handlers.index),
         Route("/v2/repository/models/{name}/load", POST, handlers.load),
@@ -349,8 +356,9 @@ def _error_form(path: str) -> Callable[[GuerdonError], tuple[int, Any]]:
 
 def _readiness(is_ready: bool, why: str = "not ready", **more: str) -> Reply:
     """Returns the status, which says it all in the protocol, and a body, which KServe's own client reads."""
-    body = {**more, "ready": True} if is_ready else {"error": why, "kind": "Unavailable"}
-    return 200 if is_ready else 400, [JSON], bodies.write(body)
+    if is_ready:
+        return _json({**more, "ready": True})
+    return 400, [JSON, error_header(Unavailable)], bodies.write(kserve.ErrorBody(why))
 
 
 def _json(value: Any) -> Reply:

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 from starlette.types import Receive, Scope, Send
 
 from guerdon.core import ScoreReply
-from guerdon.errors import Cancelled, DeadlineExceeded, InvalidRequest, PayloadTooLarge
+from guerdon.errors import Cancelled, DeadlineExceeded, GuerdonError, InvalidRequest, PayloadTooLarge
 from guerdon.server.auth import Caller
 from guerdon.server.front.admission import Place
 from guerdon.server.reading import off_loop
@@ -183,6 +183,11 @@ async def send_reply(send: Send, reply: Reply, *, more_body: bool = False) -> No
             await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
         body = b""
     await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+
+def error_header(kind: type[GuerdonError]) -> tuple[bytes, bytes]:
+    """Returns the header that names the class of an error."""
+    return b"guerdon-error", kind.__name__.encode()
 
 
 def version_header(weights_version: str) -> tuple[bytes, bytes]:
