@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from guerdon import errors
 from guerdon.errors import GuerdonError, InvalidRequest, Overloaded, SampleFailed, ServerFault, UnknownModel
 
 
@@ -48,6 +49,7 @@ class Example:
         """The error's text; fails the test where status or shape are not those of such an error."""
         assert response.status_code == self.status(kind), response.text
         assert response.headers["content-type"] == "application/json"
+        assert issubclass(getattr(errors, response.headers["guerdon-error"]), kind)
         assert "Traceback" not in response.text
         text = self.error(response.json())
         assert type(text) is str

@@ -50,6 +50,30 @@ def references(value: object) -> Iterator[str]:
             yield from references(inner)
 
 
+def schemas(value: object) -> Iterator[dict]:
+    """Every schema in the document, as far as its keys tell it from a map of schemas."""
+    if isinstance(value, dict):
+        if isinstance(value.get("type"), str | list) or isinstance(value.get("enum"), list):
+            yield value
+        value = list(value.values())
+    for inner in value if isinstance(value, list) else ():
+        yield from schemas(inner)
+
+
+def test_generators_of_clients_can_read_every_schema():
+    """openapi-python-client stops at `items: false`, at bare arrays, and at names equal but for their case."""
+    found = list(schemas(DOCUMENT))
+    assert len(found) > 300
+    for schema in found:
+        kinds = schema.get("type", [])
+        if "array" in ([kinds] if isinstance(kinds, str) else kinds):
+            assert isinstance(schema.get("items"), dict) or schema.get("prefixItems"), schema
+        assert isinstance(schema.get("items", {}), dict), schema
+        names = [str(value).lower() for value in schema.get("enum", [])]
+        assert len({*names}) == len(names), schema
+        assert len({*map(type, schema.get("enum", []))} - {type(None)}) <= 1, schema
+
+
 def test_what_is_referred_to_is_there():
     found = {*references(DOCUMENT)}
     assert found

@@ -100,7 +100,7 @@ def test_truncation(options, truncation):
         ({"inputs": [["a"], ["b", None]]}, "inputs[1][1] is null"),
         ({"inputs": [[["a"]]]}, "inputs[0][0] is a list"),
         ({"inputs": "a", "truncate": "yes"}, "truncate is a string; send true or false"),
-        ({"inputs": "a", "truncation_direction": "up"}, "truncation_direction is 'up'; send Left"),
+        ({"inputs": "a", "truncation_direction": "up"}, "truncation_direction is 'up'; send left or right"),
         ({"inputs": "a", "raw_scores": 1}, "raw_scores is 1"),
         ({"inputs": "a", "parameters": ["x"]}, "parameters is a list"),
         ({"inputs": "a", "parameters": {"function_to_apply": "tanh"}}, "parameters.function_to_apply is 'tanh'"),

@@ -222,7 +222,7 @@ def _explain(message: str, value: Any, kind: Any, what: str, prefix: str = "") -
         return f"{subject} has {len(value):,} entries, at most {limit:,} are accepted; send fewer"
     if value == "":
         return f"{subject} is empty; send {_wanted(node)}"
-    is_near = problem.startswith("Invalid enum value") or type(value) in (int, float)
+    is_near = problem.startswith(("Invalid enum value", "Expected `str` matching")) or type(value) in (int, float)
     return f"{subject} is {shown(value) if is_near else kind_of(value)}; send {_wanted(node)}"
 
 

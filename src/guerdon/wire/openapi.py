@@ -79,7 +79,19 @@ def components() -> tuple[dict[Any, Schema], dict[str, Schema]]:
     schemas, named = msgspec.json.schema_components(
         _TYPES, schema_hook=_schema_of_numpy, ref_template="#/components/schemas/{name}"
     )
+    _describe_items([*schemas, named])
     return dict(zip(_TYPES, schemas, strict=True)), named
+
+
+def _describe_items(value: Any) -> None:
+    """Gives arrays in the schemas what generators of clients need: an object as `items`, or `prefixItems` alone."""
+    if isinstance(value, dict):
+        if value.get("items") is False:  # `maxItems` says the same
+            del value["items"]
+        elif "array" in (value.get("type") or ()):
+            value.setdefault("items", {})
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _describe_items(inner)
 
 
 def schema_of(*kinds: Any) -> Schema:
@@ -274,7 +286,8 @@ def _refusals() -> dict[str, Any]:
     errors: list[type[msgspec.Struct]] = [kserve.ErrorBody, *(form.error for form in ALL_FORMS.values())]
     for error in dict.fromkeys(errors):
         content = _content(_JSON, *dict.fromkeys([error, kserve.ErrorBody]))
-        found |= {f"{error.__name__}{status}": _answer(text, {}, content) for status, text in _STATUSES.items()}
+        for status, text in _STATUSES.items():
+            found[f"{error.__name__}{status}"] = _answer(text, _KIND | _MORE_HEADERS.get(status, {}), content)
     return found
 
 
@@ -315,6 +328,9 @@ def _in_query(name: str, schema: Schema) -> dict[str, Any]:
     return {"name": name, "in": "query", "schema": schema}
 
 
+_KIND = {"guerdon-error": _header("the error's class in guerdon")}
+_AGAIN = {"retry-after": _header("seconds after which to try again")}
+_MORE_HEADERS = {405: {"allow": _header("the methods that the path accepts")}, 429: _AGAIN, 503: _AGAIN}
 _TIMES = {
     "guerdon-queue-ms": _header("milliseconds until the last sample left the queue"),
     "guerdon-compute-ms": _header("milliseconds of the batches that held some of the samples"),

@@ -46,8 +46,8 @@ Switch = Annotated[Literal["true", "false"], Meta(description="true or false")] 
 
 def unsupported(reason: str) -> Meta:
     """Marks a key that would change the scores, and that this server refuses unless its value asks for nothing."""
-    values = {"enum": [None, False, 0, ""]}
-    return Meta(description=f"not supported: {reason}", extra={"refused": reason}, extra_json_schema=values)
+    none = {"type": "null"}
+    return Meta(description=f"not supported: {reason}", extra={"refused": reason}, extra_json_schema=none)
 
 
 class Url(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

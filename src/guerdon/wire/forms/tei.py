@@ -34,6 +34,9 @@ _ERRORS = (
 )
 """Status and `error_type` of the errors that TEI has, too."""
 
+Direction = Annotated[str, Meta(pattern="^([Ll]eft|[Rr]ight)$", description="left or right")]
+"""No enumeration: generators of clients cannot tell names apart that differ only in case."""
+
 _Text = Annotated[str, Meta(description=_SHAPES)]
 _Entry = Annotated[str | list[_Text], Meta(description=_SHAPES)]
 
@@ -56,7 +59,7 @@ class PredictBody(Body, kw_only=True):
     inputs: Annotated[str | Annotated[list[_Entry], Meta(min_length=1, max_length=MAX_ROWS)], Meta(description=_SHAPES)]
     raw_scores: bool | None = None
     truncate: bool | None = None
-    truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
+    truncation_direction: Direction | None = None
     add_special_tokens: bool | None = None
     parameters: PredictParameters | None = None
 
@@ -85,7 +88,7 @@ def _predict(body: PredictBody, url: PredictUrl) -> FormRequest:
         request.prompts = [row[0] for row in rows]
         request.groups = prompt_groups(request.prompts)
     if body.truncate:
-        is_left = body.truncation_direction in ("left", "Left")
+        is_left = (body.truncation_direction or "").lower() == "left"
         request.truncation = Truncation(None, "left" if is_left else "right")
     activation = _activation(body)
 
