@@ -44,10 +44,10 @@ Switch = Annotated[Literal["true", "false"], Meta(description="true or false")] 
 """A switch in the URL."""
 
 
-def unsupported(reason: str) -> Meta:
-    """Marks a key that would change the scores, and that this server refuses unless its value asks for nothing."""
-    none = {"type": "null"}
-    return Meta(description=f"not supported: {reason}", extra={"refused": reason}, extra_json_schema=none)
+def unsupported(reason: str, *fine: Any) -> Meta:
+    """Marks a key that would change the answer, which is refused unless its value asks for nothing, or is `fine`."""
+    extra, none = {"refused": reason, "fine": fine}, {"type": "null"}
+    return Meta(description=f"not supported: {reason}", extra=extra, extra_json_schema=none)
 
 
 class Url(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -62,22 +62,28 @@ class TokensUrl(Url, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: Switch = None
 
 
-class Body(msgspec.Struct, kw_only=True):
-    """The keys of every body; unknown keys are ignored. Errors show `example`, a short body."""
-
-    example: ClassVar[str] = "{}"
-    model: Annotated[str | None, Meta(description="a served model's name, or leave it out for the first one")] = None
+class Keys(msgspec.Struct, kw_only=True):
+    """An object in a body: keys that are not supported are refused, unknown ones ignored."""
 
     def __post_init__(self) -> None:
-        for name, reason in _refused(type(self)):
-            if getattr(self, name):
+        for name, (reason, fine) in refused_keys(type(self)).items():
+            if (value := getattr(self, name)) and value not in fine:
                 raise InvalidRequest(f"{name} is not supported: {reason}")
 
 
 @functools.cache
-def _refused(kind: type[Body]) -> list[tuple[str, str]]:
+def refused_keys(kind: type[Keys]) -> dict[str, tuple[str, tuple[Any, ...]]]:
+    """Returns the keys that are not supported, each with the reason, and with values that are fine all the same."""
     metas = [(field.name, getattr(field.type, "__metadata__", ())) for field in msgspec.structs.fields(kind)]
-    return [(name, meta.extra["refused"]) for name, found in metas for meta in found if "refused" in (meta.extra or {})]
+    found = [(name, meta.extra) for name, several in metas for meta in several if "refused" in (meta.extra or {})]
+    return {name: (extra["refused"], extra["fine"]) for name, extra in found}
+
+
+class Body(Keys, kw_only=True):
+    """The keys of every body. Errors show `example`, a short body."""
+
+    example: ClassVar[str] = "{}"
+    model: Annotated[str | None, Meta(description="a served model's name, or leave it out for the first one")] = None
 
 
 def check_logprobs(info: ModelInfo) -> None:

@@ -18,7 +18,7 @@ from guerdon.errors import InvalidRequest, SampleFailed
 from guerdon.next_tokens import NEXT_TOKENS, NextTokenRequest
 from guerdon.wire.bodies import MAX_ROWS, kind_of
 from guerdon.wire.forms.form import MAX_JOINED, SOME, Body, Form, FormRequest, TokenId, Url, Whole, unsupported
-from guerdon.wire.forms.logprob_texts import said_of
+from guerdon.wire.forms.logprob_texts import Temperature, said_of
 from guerdon.wire.forms.openai import OpenAIError, Usage, new_id, to_error
 
 _QUERY, _ITEMS = "a string or a list of token ids", "a list of strings, or a list of lists of token ids"
@@ -38,7 +38,10 @@ class SGLangScoreBody(Body, kw_only=True):
     items: Annotated[str | Annotated[list[Item], Meta(max_length=MAX_ROWS)], Meta(description=f"a string, {_ITEMS}")]
     label_token_ids: Labels
     apply_softmax: bool = False
+    temperature: Temperature = 1.0
     item_first: bool = False
+    return_token_logprobs: Annotated[Any, unsupported("the scores are the labels' probabilities")] = None
+    score_extraction_token: Annotated[Any, unsupported("the labels stand behind query and item")] = None
     return_pooled_hidden_states: Annotated[Any, unsupported("KServe's form gives hidden states")] = None
     query_embed_overrides: Annotated[Any, unsupported(_EMBEDDINGS)] = None
     item_embed_overrides: Annotated[Any, unsupported(_EMBEDDINGS)] = None
@@ -90,10 +93,12 @@ def to_sglang_request(body: SGLangScoreBody, url: Url) -> FormRequest:
     items = [body.items] if isinstance(body.items, str) else body.items
     wanted = str if isinstance(body.query, str) else list
     _check_kinds(items, wanted, f"query is {kind_of(body.query)}")
-    labels = np.array(body.label_token_ids, np.int64)
+    labels, temperature = np.array(body.label_token_ids, np.int64), body.temperature
+    if temperature != 1 and not body.apply_softmax:
+        raise InvalidRequest("temperature goes with apply_softmax, as it divides the labels' logits; send both")
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> SGLangScoreReply:
-        probs = _probs(reply, labels, over_labels=body.apply_softmax)
+        probs = _probs(reply, labels, over_labels=body.apply_softmax, temperature=temperature)
         num_tokens = sum(reply.lengths) - len(reply.lengths)
         usage = Usage(prompt_tokens=num_tokens, total_tokens=num_tokens)
         return SGLangScoreReply(scores=probs.tolist(), model=info.name, usage=usage)
@@ -200,7 +205,7 @@ def _check(labels: list[int]) -> Callable[[ModelInfo], None]:
     return check
 
 
-def _probs(reply: ScoreReply, labels: np.ndarray, *, over_labels: bool) -> np.ndarray:
+def _probs(reply: ScoreReply, labels: np.ndarray, *, over_labels: bool, temperature: float = 1) -> np.ndarray:
     """Returns the labels' probabilities, float64 `[N,L]`; raises the first failed item's error, or SampleFailed."""
     logprobs = np.zeros((len(reply.results), len(labels)))
     for into, said in zip(logprobs, said_of(reply), strict=True):
@@ -211,5 +216,5 @@ def _probs(reply: ScoreReply, labels: np.ndarray, *, over_labels: bool) -> np.nd
     best = logprobs.max(-1, keepdims=True, initial=-np.inf)
     if np.isneginf(best).any():
         raise SampleFailed(f"no label is possible behind items[{int(np.isneginf(best[:, 0]).argmax())}]; send others")
-    shares = np.exp(logprobs - best)
+    shares = np.exp((logprobs - best) / temperature)
     return shares / shares.sum(-1, keepdims=True)

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
+from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest
 from guerdon.wire.forms.form import (
     SOME,
@@ -17,14 +17,12 @@ from guerdon.wire.forms.form import (
     FormRequest,
     Ids,
     TextsOrIds,
-    TokensUrl,
     Url,
-    Whole,
     is_single,
     to_samples,
     unsupported,
 )
-from guerdon.wire.forms.labels import in_base64, more_of, numbers_of
+from guerdon.wire.forms.labels import more_of, numbers_of
 from guerdon.wire.forms.openai import (
     FlatError,
     Numbers,
@@ -36,6 +34,15 @@ from guerdon.wire.forms.openai import (
     to_error,
     to_flat_error,
 )
+from guerdon.wire.forms.sample_options import (
+    EncodingFormat,
+    Endianness,
+    OptionsUrl,
+    SampleOptions,
+    activation_of,
+    encoder,
+    with_options,
+)
 from guerdon.wire.score_tensors import scores_of
 
 _DEFAULT_MODEL = "default"
@@ -43,21 +50,25 @@ _DEFAULT_MODEL = "default"
 
 _WHOLE_SAMPLES = "this server scores whole samples of text or token ids"
 _PAIRS = "to /score as text_1 and text_2"
+_MERGED = "serve the merged checkpoint under a name of its own"
 _ONLY_SCORES = "this server answers with scores only"
 
 
-class SGLangBody(Body, kw_only=True):
-    priority: Whole | None = None
-    add_special_tokens: bool | None = None
+class SGLangBody(SampleOptions, kw_only=True):
+    """Requests of a higher priority go first. The options beyond `priority` are vLLM's."""
+
     input_embeds: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
     image_data: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
     video_data: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
     audio_data: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
     embed_overrides: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
+    embed_override_token_id: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
+    positional_embed_overrides: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
     multi_item_delimiter_indices: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
     token_indices_to_pool: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
     is_cross_encoder_request: Annotated[Any, unsupported(f"send the pairs {_PAIRS}")] = None
-    lora_path: Annotated[Any, unsupported("serve the merged checkpoint under a name of its own")] = None
+    lora_path: Annotated[Any, unsupported(_MERGED)] = None
+    lora_id: Annotated[Any, unsupported(_MERGED)] = None
     dimensions: Annotated[Any, unsupported("a reward is no embedding that could be shortened")] = None
     return_pooled_hidden_states: Annotated[Any, unsupported(_ONLY_SCORES)] = None
     return_prompt_token_ids: Annotated[Any, unsupported(_ONLY_SCORES)] = None
@@ -79,7 +90,11 @@ class NativeBody(SGLangBody, kw_only=True):
 class EmbeddingsBody(SGLangBody, kw_only=True):
     example: ClassVar[str] = '{"input": ["a prompt and its response"]}'
     input: TextsOrIds
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: EncodingFormat = None
+    embed_dtype: Literal["float32"] | None = None
+    endianness: Endianness = None
+    messages: Annotated[Any, unsupported("send conversations to /classify or /pooling")] = None
+    normalize: Annotated[Any, unsupported("a reward has no length that could be made 1")] = None
 
 
 class FinishReason(msgspec.Struct):
@@ -121,20 +136,21 @@ NATIVE_REPLIES = (NativeReply, list[NativeReply])
 
 
 def to_native_request(body: NativeBody, url: Url) -> FormRequest:
-    """The reply has the raw numbers as `embedding`, and a list only if the client sent one."""
+    """The reply has the numbers as `embedding`, raw unless `use_activation` is true; a list only for a list."""
     if (body.text is None) == (body.input_ids is None):
         has = "neither text nor input_ids" if body.text is None else "text and input_ids"
         raise InvalidRequest(f"the body has {has}; send one of the two")
     samples, name = (body.input_ids, "input_ids") if body.text is None else (body.text, "text")
     assert samples is not None
-    single, request = is_single(samples), _with_options(to_samples(samples, name), body)
+    request, activation = with_options(to_samples(samples, name), body, body.priority or 0), activation_of(body)
+    single = is_single(samples)
     ids = _ids(body.rid, len(request), single)
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> NativeReply | list[NativeReply]:
         seconds, version = reply.queue_s + reply.compute_s, reply.weights_version
         rows = [
             NativeReply(
-                embedding=numbers_of(score, info),
+                embedding=numbers_of(score, info, activation),
                 meta_info=MetaInfo(rid, length, version, seconds, FinishReason()),
                 **more_of(score, info),
             )
@@ -146,14 +162,14 @@ def to_native_request(body: NativeBody, url: Url) -> FormRequest:
 
 
 def _embeddings(body: EmbeddingsBody, url: Url) -> FormRequest:
-    """The reply has the raw numbers as `embedding`."""
-    request, encodes = _with_options(to_samples(body.input, "input"), body), body.encoding_format == "base64"
+    """The reply has the numbers as `embedding`, raw unless `use_activation` is true."""
+    request = with_options(to_samples(body.input, "input"), body, body.priority or 0)
+    activation, encode = activation_of(body), encoder(body.encoding_format, body.endianness)
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> EmbeddingsReply:
         rows = []
         for i, score in enumerate(scores_of(reply)):
-            numbers = numbers_of(score, info)
-            embedding = in_base64(numbers) if encodes else numbers
+            embedding = encode(numbers_of(score, info, activation))
             rows.append(EmbeddingsRow(index=i, embedding=embedding, **more_of(score, info)))
         return EmbeddingsReply(data=rows, model=info.name, usage=count_tokens(reply, EmbeddingsUsage))
 
@@ -162,12 +178,12 @@ def _embeddings(body: EmbeddingsBody, url: Url) -> FormRequest:
 
 FORMS = {
     "/encode": Form(
-        "SGLang's embeddings", (NativeBody,), TokensUrl, NATIVE_REPLIES, to_native_request, OpenAIError, to_error
+        "SGLang's embeddings", (NativeBody,), OptionsUrl, NATIVE_REPLIES, to_native_request, OpenAIError, to_error
     ),
     "/v1/embeddings": Form(
         "SGLang's embeddings in OpenAI's form",
         (EmbeddingsBody,),
-        TokensUrl,
+        OptionsUrl,
         (EmbeddingsReply,),
         _embeddings,
         FlatError,
@@ -179,12 +195,6 @@ FORMS = {
 
 def _model(body: Body) -> str:
     return "" if body.model in (None, _DEFAULT_MODEL) else body.model
-
-
-def _with_options(request: ScoreRequest, body: SGLangBody) -> ScoreRequest:
-    request.priority = body.priority or 0
-    request.add_special_tokens = bool(body.add_special_tokens) and request.texts is not None
-    return request
 
 
 def _ids(rid: str | list[str] | None, num_samples: int, single: bool) -> list[str]:

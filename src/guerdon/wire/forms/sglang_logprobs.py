@@ -15,7 +15,19 @@ from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest
 from guerdon.teacher_core import Decodes, LogprobQuery, TokenLogprobs
 from guerdon.wire.bodies import JsonList
-from guerdon.wire.forms.form import SOME, Body, Form, FormRequest, Texts, Url, Whole, is_single, to_samples, unsupported
+from guerdon.wire.forms.form import (
+    SOME,
+    Body,
+    Form,
+    FormRequest,
+    Keys,
+    Texts,
+    Url,
+    Whole,
+    is_single,
+    to_samples,
+    unsupported,
+)
 from guerdon.wire.forms.form import Ids as IdsOrRows
 from guerdon.wire.forms.labels import in_base64
 from guerdon.wire.forms.logprob_texts import (
@@ -38,6 +50,8 @@ from guerdon.wire.forms.openai import OpenAIError, new_id, to_error
 from guerdon.wire.forms.sglang import FinishReason
 
 _NO_GENERATION = "a teacher does not generate: send max_new_tokens 0, or 1 for the likeliest next token"
+_ONE_LIKELIEST = "the next token is the likeliest one of the whole vocabulary"
+_MERGED = "serve the merged checkpoint under a name of its own"
 _NOT_SERVED = "this server answers with log-probs only"
 
 T = TypeVar("T")
@@ -47,7 +61,7 @@ GivenIds = Annotated[list[Given | list[Given] | None], SOME]
 Start = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="the first position that is told, or -1 for none")]
 
 
-class Sampling(msgspec.Struct, kw_only=True):
+class Sampling(Keys, kw_only=True):
     """`logprobs_temperature` is ours; `temperature` changes nothing, as the token is the likeliest one."""
 
     example: ClassVar[str] = '{"max_new_tokens": 0}'
@@ -55,6 +69,16 @@ class Sampling(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     logprobs_temperature: Temperature | None = None
     n: Annotated[int, Meta(ge=1, le=1, description="1: a teacher gives only the likeliest next token")] | None = None
+    beam_width: Annotated[Any, unsupported(_ONE_LIKELIEST, 1)] = None
+    repetition_penalty: Annotated[Any, unsupported(_ONE_LIKELIEST, 1)] = None
+    min_new_tokens: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    logit_bias: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    json_schema: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    regex: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    ebnf: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    structural_tag: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    custom_params: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    watermark: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
 
 
 class SGLangGenerateBody(Body, kw_only=True):
@@ -82,7 +106,23 @@ class SGLangGenerateBody(Body, kw_only=True):
     image_data: Annotated[Any, unsupported("send text or token ids")] = None
     audio_data: Annotated[Any, unsupported("send text or token ids")] = None
     video_data: Annotated[Any, unsupported("send text or token ids")] = None
-    lora_path: Annotated[Any, unsupported("serve the merged checkpoint under a name of its own")] = None
+    mm_processor_kwargs: Annotated[Any, unsupported("send text or token ids")] = None
+    positional_embed_overrides: Annotated[Any, unsupported("send text or token ids")] = None
+    session_params: Annotated[Any, unsupported("send each prompt whole")] = None
+    multi_item_delimiter_indices: Annotated[Any, unsupported("send query and items to /v1/score")] = None
+    token_indices_to_pool: Annotated[Any, unsupported("send token_ids_logprob_positions")] = None
+    lora_path: Annotated[Any, unsupported(_MERGED)] = None
+    lora_id: Annotated[Any, unsupported(_MERGED)] = None
+    custom_logit_processor: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    watermark: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    return_sampling_mask: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    sampling_logprobs_mode: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    return_flat_raw_output_top_logprobs: Annotated[Any, unsupported("output_top_logprobs has them")] = None
+    return_entropy: Annotated[Any, unsupported(_NOT_SERVED + "; KServe's form gives entropies")] = None
+    return_prompt_token_ids: Annotated[Any, unsupported("send logprob_start_len 0: each entry has its id")] = None
+    return_routed_experts: Annotated[Any, unsupported(_NOT_SERVED)] = None
+    return_indexer_topk: Annotated[Any, unsupported(_NOT_SERVED)] = None
+    return_bytes: Annotated[Any, unsupported(_NOT_SERVED)] = None
     return_hidden_states: Annotated[Any, unsupported(_NOT_SERVED + "; KServe's form gives hidden states")] = None
 
 

@@ -19,6 +19,7 @@ from guerdon.wire.forms.form import (
     Body,
     Form,
     FormRequest,
+    Keys,
     TextsOrIds,
     TokenId,
     Url,
@@ -79,13 +80,21 @@ class CompletionsBody(Body, kw_only=True):
     use_beam_search: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
     logit_bias: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
     allowed_token_ids: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    repetition_penalty: Annotated[Any, unsupported(_ONE_LIKELIEST, 1)] = None
+    min_tokens: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    bad_words: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    structured_outputs: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    response_format: Annotated[Any, unsupported(_ONE_LIKELIEST, {"type": "text"})] = None
+    watermarking: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    vllm_xargs: Annotated[Any, unsupported("vLLM's extensions are not here")] = None
+    return_weight_versions: Annotated[Any, unsupported("the header guerdon-weights-version names them")] = None
     prompt_embeds: Annotated[Any, unsupported("send text or token ids")] = None
     truncate_prompt_tokens: Annotated[Any, unsupported(_WHOLE)] = None
     logprob_token_ids: Annotated[Any, unsupported("send prompt_logprob_token_ids to /inference/v1/generate")] = None
     prompt_logprob_token_ids: Annotated[Any, unsupported("send it to /inference/v1/generate")] = None
 
 
-class SamplingParams(msgspec.Struct, kw_only=True):
+class SamplingParams(Keys, kw_only=True):
     """Row r of `prompt_logprob_token_ids` is about the prompt's token `prompt_logprob_start` + r + 1."""
 
     example: ClassVar[str] = '{"max_tokens": 1, "prompt_logprobs": 1}'
@@ -98,6 +107,16 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     logprobs_temperature: Temperature | None = None
     n: One | None = None
     detokenize: bool = True
+    logprob_token_ids: Annotated[Any, unsupported("send prompt_logprob_token_ids")] = None
+    logit_bias: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    allowed_token_ids: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    repetition_penalty: Annotated[Any, unsupported(_ONE_LIKELIEST, 1)] = None
+    min_tokens: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    bad_words: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    structured_outputs: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    watermarking: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    trace_decode_token_ids: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    extra_args: Annotated[Any, unsupported("vLLM's extensions are not here")] = None
 
 
 class GenerateBody(Body, kw_only=True):

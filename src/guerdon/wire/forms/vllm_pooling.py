@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest, Truncation
+from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import InvalidRequest
 from guerdon.wire import bodies
 from guerdon.wire.forms import label_probs, sglang
@@ -20,10 +19,7 @@ from guerdon.wire.forms.form import (
     Conversation,
     Form,
     FormRequest,
-    Switch,
     TextsOrIds,
-    TokensUrl,
-    Whole,
     check_conversation,
     check_rewards,
     of_conversation,
@@ -35,13 +31,22 @@ from guerdon.wire.forms.labels import (
     Activation,
     activated,
     components_of,
-    in_base64,
     labels_of,
     more_of,
     number,
     numbers_of,
 )
 from guerdon.wire.forms.openai import Numbers, OpenAIError, Row, Usage, count_tokens, new_id, to_error
+from guerdon.wire.forms.sample_options import (
+    EncodingFormat,
+    Endianness,
+    OptionsUrl,
+    SampleOptions,
+    activation_of,
+    encoder,
+    use_activation,
+    with_options,
+)
 from guerdon.wire.score_tensors import scores_of
 
 _RENDER = "the server renders messages by the checkpoint's own template; send input, rendered"
@@ -50,26 +55,10 @@ _CUT = "cut the texts before they are sent"
 _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
-class PoolingUrl(TokensUrl, kw_only=True, forbid_unknown_fields=True):
-    use_activation: Switch = None
-    softmax: Switch = None
-    activation: Switch = None
-
-
-class PoolingOptions(Body, kw_only=True):
-    """`softmax` and `activation` are older names of `use_activation`. Requests of a lower priority go first."""
+class PoolingOptions(SampleOptions, kw_only=True):
+    """Requests of a lower priority go first."""
 
     request_id: str | None = None
-    priority: Whole | None = None
-    add_special_tokens: bool | None = None
-    padding: Literal["do_not_pad"] | None = None
-    truncate_prompt_tokens: (
-        Annotated[int, Meta(ge=-1, le=2**63 - 1, description="1 or more, or -1 for the model's own")] | None
-    ) = None
-    truncation_side: Literal["left", "right"] | None = None
-    use_activation: bool | None = None
-    softmax: bool | None = None
-    activation: bool | None = None
 
 
 class ClassifyBody(PoolingOptions, kw_only=True):
@@ -88,9 +77,10 @@ class ClassifyBody(PoolingOptions, kw_only=True):
 
 class PoolingBody(ClassifyBody, kw_only=True):
     task: Literal["classify", "token_classify"] | None = None
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: EncodingFormat = None
     embed_dtype: Literal["float32"] | None = None
-    endianness: Literal["native", "little", "big"] | None = None
+    endianness: Endianness = None
+    data: Annotated[Any, unsupported("it is for plugins of vLLM; send input")] = None
 
 
 class Part(msgspec.Struct):
@@ -191,12 +181,11 @@ def _choose_classify(body: bytes) -> type[Body]:
     return sglang.NativeBody
 
 
-def _classify(body: ClassifyBody | sglang.NativeBody, url: PoolingUrl) -> FormRequest:
+def _classify(body: ClassifyBody | sglang.NativeBody, url: OptionsUrl) -> FormRequest:
     """The reply has a number a label as `probs`: raw, unless `use_activation` is true."""
     if isinstance(body, sglang.NativeBody):
-        _refuse_switches(url)
         return sglang.to_native_request(body, url)
-    request, activation, reply_id = _samples(body), _activation(body), body.request_id or new_id()
+    request, activation, reply_id = _samples(body), activation_of(body), body.request_id or new_id()
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> ClassifyReply:
         def row(index: int, score: Score) -> ClassifyRow:
@@ -210,13 +199,13 @@ def _classify(body: ClassifyBody | sglang.NativeBody, url: PoolingUrl) -> FormRe
     return FormRequest(body.model or "", request, to_reply)
 
 
-def _pooling(body: PoolingBody, url: PoolingUrl) -> FormRequest:
+def _pooling(body: PoolingBody, url: OptionsUrl) -> FormRequest:
     """The task `token_classify` gives a number a token or a step; without a task it is the model's own.
 
     A step's numbers are its probabilities of being wrong and of being right.
     """
-    request, activation, reply_id = _samples(body), _activation(body), body.request_id or new_id()
-    task, encode, wants_raw = body.task, _encoder(body), _use_activation(body) is False
+    request, activation, reply_id = _samples(body), activation_of(body), body.request_id or new_id()
+    task, encode, wants_raw = body.task, encoder(body.encoding_format, body.endianness), use_activation(body) is False
     request.wants_rewards = task != "token_classify"
 
     def is_by_token(info: ModelInfo) -> bool:
@@ -244,11 +233,11 @@ def _pooling(body: PoolingBody, url: PoolingUrl) -> FormRequest:
     return FormRequest(body.model or "", request, to_reply, check)
 
 
-def _score(body: PairsBody, url: PoolingUrl) -> FormRequest:
+def _score(body: PairsBody, url: OptionsUrl) -> FormRequest:
     """The two texts of a pair are tokenised apart; the reply has one number a pair as `score`."""
     prompts, responses = _pairs(body)
-    request, activation = _with_options(pair_samples(prompts, responses), body), _activation(body)
-    reply_id = body.request_id or new_id()
+    request = with_options(pair_samples(prompts, responses), body, -(body.priority or 0))
+    activation, reply_id = activation_of(body), body.request_id or new_id()
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> PairsReply:
         def row(index: int, score: Score) -> ScoreRow:
@@ -261,10 +250,10 @@ def _score(body: PairsBody, url: PoolingUrl) -> FormRequest:
     return FormRequest(body.model or "", request, to_reply)
 
 
-def _score_or_label_probs(body: PairsBody | label_probs.SGLangScoreBody, url: PoolingUrl) -> FormRequest:
+def _score_or_label_probs(body: PairsBody | label_probs.SGLangScoreBody, url: OptionsUrl) -> FormRequest:
     """SGLang's form asks a teacher or a judge how likely labels are as the next token."""
     if isinstance(body, label_probs.SGLangScoreBody):
-        _refuse_switches(url, "add_special_tokens")
+        _refuse_switches(url)
         return label_probs.to_sglang_request(body, url)
     return _score(body, url)
 
@@ -293,19 +282,19 @@ FORMS: dict[str, Form] = {
     "/classify": Form(
         "vLLM's classification, and SGLang's",
         (ClassifyBody, sglang.NativeBody),
-        PoolingUrl,
+        OptionsUrl,
         (ClassifyReply, *sglang.NATIVE_REPLIES),
         _classify,
         OpenAIError,
         to_error,
         _choose_classify,
     ),
-    "/pooling": Form("vLLM's pooling", (PoolingBody,), PoolingUrl, (PoolingReply,), _pooling, OpenAIError, to_error),
-    "/score": Form("vLLM's scores of pairs", (PairsBody,), PoolingUrl, (PairsReply,), _score, OpenAIError, to_error),
+    "/pooling": Form("vLLM's pooling", (PoolingBody,), OptionsUrl, (PoolingReply,), _pooling, OpenAIError, to_error),
+    "/score": Form("vLLM's scores of pairs", (PairsBody,), OptionsUrl, (PairsReply,), _score, OpenAIError, to_error),
     "/v1/score": Form(
         "vLLM's scores of pairs, and SGLang's probabilities of labels",
         (PairsBody, label_probs.SGLangScoreBody),
-        PoolingUrl,
+        OptionsUrl,
         (PairsReply, label_probs.SGLangScoreReply),
         _score_or_label_probs,
         OpenAIError,
@@ -316,9 +305,9 @@ FORMS: dict[str, Form] = {
 """vLLM's forms by path; `/classify` and `/v1/score` are SGLang's, too."""
 
 
-def _refuse_switches(url: PoolingUrl, *more: str) -> None:
+def _refuse_switches(url: OptionsUrl) -> None:
     """Raises InvalidRequest if the URL has a switch that only vLLM's form has."""
-    for name in ("use_activation", "softmax", "activation", *more):
+    for name in ("use_activation", "softmax", "activation", "add_special_tokens"):
         if getattr(url, name) is not None:
             raise InvalidRequest(f"the URL has the key {name!r}, which SGLang's form does not have; leave it out")
 
@@ -327,24 +316,13 @@ def _samples(body: ClassifyBody) -> ScoreRequest:
     if isinstance(body.input, UnsetType) == isinstance(body.messages, UnsetType):
         has = "neither input nor messages" if isinstance(body.input, UnsetType) else "input and messages"
         raise InvalidRequest(f"the body has {has}; send one of them, in an object such as {ClassifyBody.example}")
+    priority = -(body.priority or 0)  # vLLM's lower numbers go first
     if not isinstance(body.input, UnsetType):
-        return _with_options(to_samples(body.input, "input"), body)
+        return with_options(to_samples(body.input, "input"), body, priority)
     assert not isinstance(body.messages, UnsetType)
     if body.add_special_tokens:
         raise InvalidRequest("add_special_tokens is true beside messages, whose template writes them; leave it out")
-    return _with_options(of_conversation(check_conversation(body.messages, "messages")), body)
-
-
-def _with_options(request: ScoreRequest, body: PoolingOptions) -> ScoreRequest:
-    request.add_special_tokens = body.add_special_tokens if request.texts is not None else None
-    request.priority = -(body.priority or 0)  # vLLM's lower numbers go first
-    max_tokens = body.truncate_prompt_tokens
-    if max_tokens is not None:
-        if max_tokens == 0:
-            raise InvalidRequest("truncate_prompt_tokens is 0; send 1 or more, or -1 for the model's own")
-        # vLLM loads the tokenizers of pooling models so that they keep the beginning.
-        request.truncation = Truncation(None if max_tokens == -1 else max_tokens, body.truncation_side or "right")
-    return request
+    return with_options(of_conversation(check_conversation(body.messages, "messages")), body, priority)
 
 
 def _pairs(body: PairsBody) -> tuple[list[str], list[str]]:
@@ -369,23 +347,6 @@ def _side(value: str | Parts | list[str | Parts]) -> list[str]:
 
 def _joined_parts(parts: Parts) -> str:
     return "\n".join(part if isinstance(part, str) else part.text for part in parts.content)
-
-
-def _use_activation(body: PoolingOptions) -> bool | None:
-    wanted = (body.use_activation, body.softmax, body.activation)
-    return next((value for value in wanted if value is not None), None)
-
-
-def _activation(body: PoolingOptions) -> Activation | None:
-    return "fitting" if _use_activation(body) else None
-
-
-def _encoder(body: PoolingBody) -> Callable[[np.ndarray], Any]:
-    """What writes numbers: as lists, or their bytes as base64."""
-    dtype = ">f4" if body.endianness == "big" else "<f4"
-    return (
-        (lambda numbers: in_base64(numbers, dtype)) if body.encoding_format == "base64" else (lambda numbers: numbers)
-    )
 
 
 def _has_tokens(info: ModelInfo) -> bool:
