@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 import served
 import zoo
+from detokenizing import BROKEN, by_rule
 from guerdon.server.front import http_exchanges
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
@@ -99,8 +100,9 @@ def test_texts_are_tokenised_and_every_token_has_its_text(server: RunningServer,
         assert choice["text"] == text and choice["prompt_token_ids"] == ids and choice["token_ids"] == []
         (table,) = plain(folder / "teacher", [np.array(ids)])
         check_positions(choice["prompt_logprobs"], ids, torch.log_softmax(table, -1).numpy(), 3)
-        for position in choice["prompt_logprobs"][1:]:
-            assert [one["decoded_token"] for one in position.values()] == [tokenizer.decode([int(i)]) for i in position]
+        for place, position in enumerate(choice["prompt_logprobs"][1:], 1):
+            texts = [by_rule(tokenizer, ids[1:place], int(i)) for i in position]
+            assert [one["decoded_token"] for one in position.values()] == texts
     one = answer(server, "/v1/completions", prompt=TEXTS[0], max_tokens=0, prompt_logprobs=3)
     assert one["choices"][0]["prompt_logprobs"] == reply["choices"][0]["prompt_logprobs"]
     assert one["choices"][0]["text"] == ""
@@ -154,8 +156,10 @@ def test_echoed_logprobs_equal_transformers(
         body = {"prompt": row, "echo": True, "logprobs": 2, "max_tokens": max_tokens}
         (choice,) = answer(server, "/v1/completions", **body)["choices"]
         logprobs, whole = choice["logprobs"], [*row, *([int(table[-1].argmax())] if max_tokens else [])]
-        assert logprobs["tokens"] == [tokenizer.decode([i]) for i in whole] and choice["prompt_logprobs"] is None
-        assert choice["text"] == tokenizer.decode(whole)
+        texts = [tokenizer.decode(row[:1]), *(by_rule(tokenizer, row[1:i], row[i]) for i in range(1, len(row)))]
+        texts += [by_rule(tokenizer, [], i) for i in whole[len(row) :]]
+        assert logprobs["tokens"] == texts and choice["prompt_logprobs"] is None
+        assert choice["text"].rstrip(BROKEN) == tokenizer.decode(whole).rstrip(BROKEN)
         assert logprobs["text_offset"] == np.cumsum([0, *map(len, logprobs["tokens"])])[:-1].tolist()
         assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
         actual = table[np.arange(len(whole) - 1), whole[1:]]
@@ -175,10 +179,21 @@ def test_the_next_token_is_the_likeliest(server: RunningServer, folder: Path, ta
     reply = answer(server, "/v1/completions", prompt=ROWS, max_tokens=1, logprobs=3, return_token_ids=True)
     for choice, table in zip(reply["choices"], tables, strict=True):
         best = int(table[-1].argmax())
-        assert choice["token_ids"] == [best] and choice["logprobs"]["tokens"] == [tokenizer.decode([best])]
+        assert choice["token_ids"] == [best] and choice["logprobs"]["tokens"] == [by_rule(tokenizer, [], best)]
         np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], [table[-1][best]], **NEAR)
     plain_one = answer(server, "/v1/completions", prompt=ROWS[0], max_tokens=1)["choices"][0]
-    assert plain_one["text"] == tokenizer.decode([int(tables[0][-1].argmax())])
+    assert plain_one["text"] == tokenizer.decode([int(tables[0][-1].argmax())]).removesuffix(BROKEN)
+
+
+def test_a_character_of_several_tokens_is_told_with_its_last_one(server: RunningServer) -> None:
+    """As vLLM tells it; the offsets count what is told."""
+    body = {"prompt": "a 😀 日", "echo": True, "logprobs": 0, "max_tokens": 0, "prompt_logprobs": 0}
+    (choice,) = answer(server, "/v1/completions", **body)["choices"]
+    texts = ["a", " ", "", "", "", "😀", " ", "", "", "日"]
+    assert choice["logprobs"]["tokens"] == texts and choice["text"] == body["prompt"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 2, 2, 2, 3, 4, 4, 4]
+    told = [one["decoded_token"] for position in choice["prompt_logprobs"][1:] for one in position.values()]
+    assert told == texts[1:]
 
 
 def test_a_teacher_without_a_tokenizer_gives_ids(server: RunningServer, folder: Path) -> None:

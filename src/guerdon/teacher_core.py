@@ -154,6 +154,10 @@ class Decodes(Protocol):
         """Returns the text of each id by itself."""
         ...
 
+    def texts_among(self, ids: np.ndarray, places: np.ndarray, tokens: np.ndarray) -> list[str]:
+        """Returns the text of each id at its place among the sequence's `tokens`, as vLLM tells it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class HeadFile:

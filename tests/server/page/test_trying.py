@@ -145,7 +145,8 @@ def test_a_teacher_tells_logprobs_and_what_was_likeliest(client):
         own, *_ = position.values()
         assert (token["value"], token["rank"]) == (pytest.approx(own["logprob"], abs=1e-5), own["rank"])
         best = sorted(position.values(), key=lambda entry: entry["rank"])[:3]
-        assert [text for text, _ in token["likeliest"]] == [entry["decoded_token"] for entry in best]
+        for (text, _), entry in zip(token["likeliest"], best, strict=True):
+            assert text == entry["decoded_token"] or text.endswith("\ufffd")  # alone it may be a part of a character
         assert [value for _, value in token["likeliest"]] == pytest.approx(
             [entry["logprob"] for entry in best], abs=1e-5
         )

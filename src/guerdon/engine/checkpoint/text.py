@@ -16,6 +16,7 @@ from guerdon.core import Message, Sequence, Truncation
 from guerdon.distributed.computing import trim
 from guerdon.engine.checkpoint import cuts
 from guerdon.engine.checkpoint.pair_template import PairTemplate, longest_first
+from guerdon.engine.checkpoint.token_texts import UNFINISHED, TokenTexts
 from guerdon.engine.checkpoint.tokenizer_files import load_tokenizer
 from guerdon.errors import InvalidRequest
 from guerdon.messages import plain
@@ -38,9 +39,6 @@ _TRIMMED = 16 * cuts.PIECE
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
-_UNFINISHED = "\ufffd"
-"""What a decoder writes for a character with missing bytes."""
-
 _MOST_OF_A_CHARACTER = 4
 """Tokens of one character: each has at least one byte of it."""
 
@@ -57,6 +55,7 @@ class TextEncoder:
         self._fast = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         self._lock = threading.Lock()
         self._texts: dict[int, str] = {}
+        self._told: TokenTexts | None = None
         if self._fast is not None:
             # Set once: fast tokenizers raise if these change while another thread encodes.
             self._fast.no_truncation()
@@ -232,7 +231,7 @@ class TextEncoder:
         context = ""
         for i in range(len(ids)):
             text = self._text(ids[start : i + 1])
-            waits = text.endswith(_UNFINISHED) and i + 1 - read < _MOST_OF_A_CHARACTER and i + 1 < len(ids)
+            waits = text.endswith(UNFINISHED) and i + 1 - read < _MOST_OF_A_CHARACTER and i + 1 < len(ids)
             pieces.append("" if waits else text[len(context) :])
             if not waits and (pieces[-1] or i + 1 - start > _LONGEST_SILENCE):
                 start, read = read, i + 1
@@ -253,6 +252,11 @@ class TextEncoder:
     def all_texts(self) -> list[str]:
         """Returns the text of each id of the vocabulary by itself, special tokens included."""
         return [self._text([i]) for i in range(len(self._tokenizer))]
+
+    def texts_among(self, ids: np.ndarray, places: np.ndarray, tokens: np.ndarray) -> list[str]:
+        """Returns the text of each id at its place among the sequence's `tokens`, by vLLM's rule (see `TokenTexts`)."""
+        self._told = self._told or TokenTexts(self._text, self._fast)
+        return self._told.of(ids, places, tokens)
 
     def _text(self, ids: list[int]) -> str:
         if self._fast is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Annotated, Any
 
@@ -94,34 +94,43 @@ def position_slices(count: int) -> Iterator[slice]:
 class Entries:
     """Ids with their log-probs and ranks at consecutive positions, flat; position i has `counts[i]` of them.
 
-    The actual token comes first, the likeliest others follow, best first.
+    The actual token comes first, the likeliest others follow, best first. `places` are the positions of the ids.
     """
 
     ids: np.ndarray
     logprobs: np.ndarray
     ranks: np.ndarray
     counts: np.ndarray
+    first: int = 0
+
+    @property
+    def places(self) -> np.ndarray:
+        return self.first + np.repeat(np.arange(len(self.counts)), self.counts)
 
     @classmethod
-    def of(cls, said: TokenLogprobs, targets: np.ndarray) -> Iterator[Entries]:
-        """Yields some positions at a time: the actual tokens `targets`, and the likeliest ids, each id once."""
+    def of(cls, said: TokenLogprobs, targets: np.ndarray, first: int = 0) -> Iterator[Entries]:
+        """Yields some positions at a time, from `first` on: the actual tokens `targets` and the likeliest ids."""
         logprobs, ranks, ids, values = said.logprobs, said.ranks, said.top_ids, said.top_logprobs
         assert logprobs is not None and ranks is not None
         for part in position_slices(len(targets)):
             if ids is None or values is None:
                 counts = np.ones(part.stop - part.start, np.int64)
-                yield Entries(targets[part].astype(np.int32), logprobs[part], ranks[part], counts)
+                yield Entries(targets[part].astype(np.int32), logprobs[part], ranks[part], counts, first + part.start)
             else:
-                yield _merged(targets[part], logprobs[part], ranks[part], ids[part], values[part])
+                made = _merged(targets[part], logprobs[part], ranks[part], ids[part], values[part])
+                yield replace(made, first=first + part.start)
 
     def by_rank(self) -> Entries:
         """Returns the same with the best first at each position."""
         order = np.lexsort((self.ranks, np.repeat(np.arange(len(self.counts)), self.counts)))
-        return Entries(self.ids[order], self.logprobs[order], self.ranks[order], self.counts)
+        return Entries(self.ids[order], self.logprobs[order], self.ranks[order], self.counts, self.first)
 
     @classmethod
     def after(cls, said: TokenLogprobs, count: int) -> Entries:
-        """Returns the `count` likeliest ids behind the last token; the best of them is the completion."""
+        """Returns the `count` likeliest ids behind the last token; the best of them is the completion.
+
+        To vLLM the prompt is no context of their texts, as of a first token's.
+        """
         assert said.next_ids is not None and said.next_logprobs is not None
         count = max(1, min(count, len(said.next_ids)))
         ranks = np.arange(1, count + 1, dtype=np.int32)
@@ -146,11 +155,11 @@ def _merged(
     return Entries(ids[keep], values[keep], all_ranks[keep], keep.sum(1))
 
 
-def write_positions(entries: Entries, texts_of: Callable[[np.ndarray], list[str]] | None) -> list[str]:
-    """Returns vLLM's object of each position: by id the log-prob, the rank and, with `texts_of`, the token's text."""
+def write_positions(entries: Entries, texts: list[str]) -> list[str]:
+    """Returns vLLM's object of each position: by id the log-prob, the rank and the token's text, which is JSON."""
     flat = [""] * (4 * len(entries.ids))
     flat[0::4], flat[1::4] = number_texts(entries.ids), number_texts(entries.logprobs)
-    flat[2::4], flat[3::4] = number_texts(entries.ranks), id_texts(entries.ids, texts_of)
+    flat[2::4], flat[3::4] = number_texts(entries.ranks), texts
     made, start = [], 0
     for count in entries.counts.tolist():
         made.append(_template(count) % tuple(flat[4 * start : 4 * (start + count)]))

@@ -353,9 +353,10 @@ def _first(said: TokenLogprobs, count: int) -> TokenLogprobs:
 def _prompt_logprobs(count: int | None, said: TokenLogprobs, tokens: np.ndarray, text: Decodes | None) -> Any:
     if count is None:
         return None
-    made, texts_of = written(["null"]), None if text is None else text.texts_of
-    for entries in Entries.of(_first(said, count), tokens[1:]):
-        made.extend(write_positions(entries, texts_of))
+    made = written(["null"])
+    for entries in Entries.of(_first(said, count), tokens[1:], 1):
+        texts = ["null"] * len(entries.ids) if text is None else _texts_among(entries, tokens, text)
+        made.extend(write_positions(entries, texts))
     return made
 
 
@@ -364,13 +365,15 @@ def _logprobs(
 ) -> CompletionLogprobs:
     """Returns OpenAI's lists: of the prompt's tokens if they are echoed, and of the next one if there is one."""
     count = body.logprobs or 0
-    echoed = Entries.of(_first(said, count), tokens[1:]) if body.echo else ()
+    echoed = Entries.of(_first(said, count), tokens[1:], 1) if body.echo else ()
     new = [Entries.after(said, count)] if said.next_ids is not None else []
-    texts_of = None if text is None or body.return_tokens_as_token_ids else text.texts_of
-    first = _token_texts(tokens[:1], texts_of) if body.echo else []
+    if body.return_tokens_as_token_ids:
+        text = None
+    first = (_names(tokens[:1]) if text is None else id_texts(tokens[:1], text.texts_of)) if body.echo else []
     words, values, all_tops = list(first), ["null"] * len(first), written(["null"] * len(first))
     for part in itertools.chain(echoed, new):
-        names, numbers, start = _token_texts(part.ids, texts_of), number_texts(part.logprobs), 0
+        names = _names(part.ids) if text is None else _texts_among(part, tokens, text)
+        numbers, start = number_texts(part.logprobs), 0
         tops = []
         for size in part.counts.tolist():
             words.append(names[start])
@@ -389,10 +392,13 @@ def _logprobs(
     )
 
 
-def _token_texts(ids: np.ndarray, texts_of: Any) -> list[str]:
-    """Returns the JSON of each token's text, or of vLLM's name for its id."""
-    if texts_of is not None:
-        return id_texts(ids, texts_of)
+def _texts_among(entries: Entries, tokens: np.ndarray, text: Decodes) -> list[str]:
+    """Returns the JSON of each id's text among the sequence's tokens."""
+    return string_texts(text.texts_among(entries.ids, entries.places, tokens))
+
+
+def _names(ids: np.ndarray) -> list[str]:
+    """Returns the JSON of vLLM's name for each id."""
     return string_texts([f"token_id:{i}" for i in ids.tolist()])
 
 
@@ -410,9 +416,11 @@ def _text(text: Decodes | None, tokens: np.ndarray, new: list[int], *, echoes: b
     """Returns the text of the next token, behind that of the prompt if it `echoes`; empty without a tokenizer."""
     if text is None:
         return ""
+    piece = text.pieces(np.array([*tokens[-CONTEXT:], *new], np.int64))[-1] if new else ""
+    is_open = piece.endswith("\ufffd")  # a character that is not complete, of which vLLM writes nothing
     if echoes:
-        return text.decode(np.array([*tokens, *new], np.int64))
-    return text.pieces(np.array([*tokens[-CONTEXT:], *new], np.int64))[-1] if new else ""
+        return text.decode(tokens if is_open else np.array([*tokens, *new], np.int64))
+    return "" if is_open else piece
 
 
 def _usage(reply: ScoreReply, num_new: int) -> Usage:
