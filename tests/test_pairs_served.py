@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -220,8 +221,29 @@ def by_client(url: str | None, name: str, pairs: Pairs) -> list[float]:
         return list(client.score(texts=[a + b for a, b in pairs], prompts=[a for a, _ in pairs]))
 
 
+def by_rerank(server: RunningServer, name: str, pairs: Pairs) -> list[float]:
+    """Each pair is the only one of its ranking, at all paths; the last prompt's responses are ranked together, too."""
+    told = [
+        post(server, path, {"model": name, "query": a, "documents": [b]})["results"][0]["relevance_score"]
+        for (a, b), path in zip(pairs, itertools.cycle(("/rerank", "/v1/rerank", "/v2/rerank")))
+    ]
+    documents = [b for _, b in pairs]
+    rows = post(server, "/v2/rerank", {"model": name, "query": pairs[-1][0], "documents": documents})["results"]
+    scores = [row["relevance_score"] for row in rows]
+    assert scores == sorted(scores, reverse=True)
+    assert [row["document"]["text"] for row in rows] == [documents[row["index"]] for row in rows]
+    (own,) = [row["relevance_score"] for row in rows if row["index"] == len(pairs) - 1]
+    assert own == pytest.approx(told[-1], abs=1e-5)
+    return told
+
+
+def by_teis_rerank(server: RunningServer, name: str, pairs: Pairs) -> list[float]:
+    return [post(server, "/rerank", {"model": name, "query": a, "texts": [b]})[0]["score"] for a, b in pairs]
+
+
 FORMS = {"/score": by_score, "/v1/score": by_queries, "/predict": by_tei, "/reward": by_slime, "Try it": by_page}
-ONE_BY_ONE = ("/v1/score", "/reward", "Try it")
+FORMS |= {"/rerank": by_rerank, "/rerank of TEI": by_teis_rerank}
+ONE_BY_ONE = ("/rerank", "/rerank of TEI", "/v1/score", "/reward", "Try it")
 OF_ENCODERS = {
     "/get_reward": by_openrlhf,
     "KServe": by_kserve,
@@ -358,6 +380,10 @@ def test_the_servers_setting_and_teis_truncate_do_the_same(
     want = [reference(name, *pair, side, truncation=True, max_length=MOST) for pair in pairs]
     for form in FORMS.values():
         assert form(server, f"{side}-{name}", pairs) == pytest.approx(want, abs=2e-5)
+    for pair, score in zip(pairs, want, strict=True):
+        body = {"model": f"right-{name}", "query": pair[0], "texts": [pair[1]]}
+        (row,) = post(server, "/rerank", {**body, "truncate": True, "truncation_direction": side})
+        assert row["score"] == pytest.approx(score, abs=2e-5)
     body = {"model": f"right-{name}", "inputs": [*map(list, pairs)], "truncate": True, "truncation_direction": side}
     assert [entry[0]["score"] for entry in post(server, "/predict", body)] == pytest.approx(want, abs=2e-5)
 

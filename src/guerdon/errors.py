@@ -2,7 +2,8 @@
 
 GuerdonError
 ├── InvalidRequest          400 INVALID_ARGUMENT     the request is wrong; the same again fails again
-│   └── UnknownModel        400 NOT_FOUND            no model of that name is served here
+│   ├── UnknownModel        400 NOT_FOUND            no model of that name is served here
+│   └── EmptyBatch          400 INVALID_ARGUMENT     TEI's form asks for no sample
 ├── Unauthenticated         401 UNAUTHENTICATED      no key, or an unknown one
 ├── Forbidden               403 PERMISSION_DENIED    the key's role does not allow it
 ├── RouteNotFound           404 NOT_FOUND
@@ -129,6 +130,10 @@ class UnknownModel(InvalidRequest):
     """No model of that name (or version) is served here."""
 
     grpc = "NOT_FOUND"
+
+
+class EmptyBatch(InvalidRequest):
+    """The batch has no samples, for which TEI has an error of its own."""
 
 
 class Unauthenticated(GuerdonError):

@@ -180,6 +180,9 @@ FORM_BODIES: list[tuple[str, Any]] = [
     ("/v1/score", {"queries": ["a", "b"], "documents": ["b", "c"]}),
     ("/encode", {"input_ids": [[1, 2], [3]], "rid": "x"}),
     ("/v1/embeddings", {"input": [1, 2, 3], "encoding_format": "float"}),
+    ("/rerank", {"query": "a", "texts": ["b", "c"], "truncate": True, "raw_scores": False, "return_text": True}),
+    ("/v1/rerank", {"query": {"text": "a"}, "documents": ["b", {"content": ["c"]}], "top_n": 1}),
+    ("/v2/rerank", {"query": "a", "documents": {"text": "b"}, "return_documents": False}),
     ("/predict", {"inputs": [["a", "b"], ["c"]], "truncate": True, "parameters": {"function_to_apply": "softmax"}}),
 ]
 """A valid body or two of each form."""

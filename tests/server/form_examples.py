@@ -69,6 +69,10 @@ def _pair(text: str) -> dict[str, str]:
     return {"text_1": text[:1], "text_2": text[1:]}
 
 
+def _ranked(text: str) -> dict[str, Any]:
+    return {"query": text[:1], "documents": [text[1:]]}
+
+
 _UNKNOWN = {UnknownModel: 404}
 _TEI = {InvalidRequest: 422, UnknownModel: 404, Overloaded: 429, SampleFailed: 424, ServerFault: 424}
 
@@ -106,6 +110,18 @@ EXAMPLES = [
         lambda told: told["data"][0]["embedding"][0],
         lambda told: told["message"],
         _UNKNOWN,
+    ),
+    *(
+        Example(path, _ranked, lambda told: told["results"][0]["relevance_score"], _in_object, _UNKNOWN)
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
+    Example(
+        "/rerank",
+        lambda text: {"query": text[:1], "texts": [text[1:]]},
+        lambda told: told[0]["score"],
+        _in_object,
+        _UNKNOWN,
+        "/rerank of TEI",
     ),
     Example("/predict", lambda text: {"inputs": text}, _of_labels, statuses=_TEI),
 ]

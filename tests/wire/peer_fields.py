@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from guerdon.wire.forms import label_probs, sglang, sglang_logprobs, tei, trl_logprobs, vllm_logprobs, vllm_pooling
+from guerdon.wire.forms import (
+    label_probs,
+    rerank,
+    sglang,
+    sglang_logprobs,
+    tei,
+    trl_logprobs,
+    vllm_logprobs,
+    vllm_pooling,
+)
 from guerdon.wire.forms.form import Keys
 
 NOBODY = "it names a user, a session or a cache, and changes no number"
@@ -172,6 +181,19 @@ REQUESTS = [
             "ignore_eos sampling_seed stream_interval ebnf_full_assistant",
             TEXT_ONLY: "skip_special_tokens spaces_between_special_tokens no_stop_trim",
         },
+    ),
+    Request(
+        "vLLM's RerankRequest, Cohere's and Jina's",
+        rerank.RerankBody,
+        f"{_VLLM} request_id query documents top_n return_documents",
+        "mm_processor_kwargs max_tokens_per_query max_tokens_per_doc max_chunks_per_doc rank_fields instruction "
+        "chat_template_kwargs",
+        _VLLM_NOBODY,
+    ),
+    Request(
+        "TEI's RerankRequest",
+        rerank.TEIRerankBody,
+        "query texts truncate truncation_direction raw_scores return_text",
     ),
     Request("TEI's PredictRequest", tei.PredictBody, "inputs truncate truncation_direction raw_scores"),
     Request(

@@ -27,6 +27,9 @@ ONE = {
     "/encode": {"text": "a"},
     "/v1/embeddings": {"input": "a"},
     "/predict": {"inputs": "a"},
+    "/rerank": {"query": "a", "texts": ["b"]},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v2/rerank": {"query": "a", "documents": "b"},
 }
 """The shortest body of each form."""
 
@@ -38,6 +41,8 @@ SEVERAL = {
     "/encode": {"text": ["a", "b"]},
     "/v1/embeddings": {"input": ["a", "b"]},
     "/predict": {"inputs": [["a"], ["b"]]},
+    "/rerank": {"query": "a", "texts": ["b", "c"]},
+    "/v1/rerank": {"query": "a", "documents": ["b", "c"]},
 }
 EVERY = pytest.mark.parametrize("path", FORMS)
 

@@ -50,6 +50,9 @@ SCORES: dict[str, tuple[str, dict[str, Any]]] = {
     "pooling": ("/pooling", {"input": ["ab"]}),
     "score": ("/score", {"text_1": "a", "text_2": ["b"]}),
     "v1 score": ("/v1/score", {"text_1": "a", "text_2": ["b"]}),
+    "rerank": ("/rerank", {"query": "a", "documents": ["b"]}),
+    "v1 rerank": ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    "v2 rerank": ("/v2/rerank", {"query": "a", "documents": ["b"]}),
     "encode": ("/encode", {"text": ["ab"]}),
     "embeddings": ("/v1/embeddings", {"input": ["ab"]}),
 }

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from guerdon.core import Score, Truncation
-from guerdon.errors import InvalidRequest
+from guerdon.errors import EmptyBatch, InvalidRequest
+from guerdon.wire.forms import FORMS
 from wire.asking import MANY, SUM, ask, reply
 
 PATH = "/predict"
@@ -27,6 +28,13 @@ def test_texts_pairs_and_batches(inputs, texts, single):
     assert ask(PATH, {"inputs": inputs}).request.texts == texts
     rows = [[{"score": 0.1, "label": "LABEL_0"}] for _ in texts]
     assert reply(PATH, {"inputs": inputs}, *[Score(0.1)] * len(texts)) == (rows[0] if single else rows)
+
+
+def test_an_empty_batch_is_teis_own_error():
+    with pytest.raises(EmptyBatch, match=r"^inputs is an empty list") as e:
+        ask(PATH, {"inputs": []})
+    status, body = FORMS[PATH].to_error(e.value)
+    assert (status, body.error_type) == (400, "Empty")
 
 
 def test_pairs_of_one_prompt_are_of_one_group():

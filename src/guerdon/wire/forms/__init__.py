@@ -5,6 +5,7 @@ from guerdon.wire.forms import (
     gym_compare,
     label_probs,
     openrlhf_reward,
+    rerank,
     sglang,
     sglang_logprobs,
     slime,
@@ -15,7 +16,9 @@ from guerdon.wire.forms import (
 )
 from guerdon.wire.forms.form import Form
 
-FORMS: dict[str, Form] = openrlhf_reward.FORMS | slime.FORMS | vllm_pooling.FORMS | sglang.FORMS | tei.FORMS
+FORMS: dict[str, Form] = (
+    openrlhf_reward.FORMS | slime.FORMS | vllm_pooling.FORMS | sglang.FORMS | tei.FORMS | rerank.FORMS
+)
 """The forms that ask for scores, by the path that serves them."""
 
 TEACHER_FORMS: dict[str, Form] = vllm_logprobs.FORMS | sglang_logprobs.FORMS | trl_logprobs.FORMS | label_probs.FORMS

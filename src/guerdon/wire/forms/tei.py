@@ -10,6 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest, Truncation
 from guerdon.errors import (
+    EmptyBatch,
     GuerdonError,
     InvalidRequest,
     Overloaded,
@@ -24,7 +25,9 @@ from guerdon.wire.forms.labels import Activation, components_of, labels_of, numb
 from guerdon.wire.score_tensors import prompt_groups, scores_of
 
 _SHAPES = 'a string, ["text"], a pair ["prompt", "response"], or a list of such lists'
+
 _ERRORS = (
+    (EmptyBatch, 400, "Empty"),
     (UnknownModel, 404, "Validation"),
     (InvalidRequest, 422, "Validation"),
     (Overloaded, 429, "Overloaded"),
@@ -56,7 +59,7 @@ class PredictBody(Body, kw_only=True):
     """One text or pair, or a list of them; TEI's own activation applies only if the client asks for it."""
 
     example: ClassVar[str] = '{"inputs": [["a prompt and its response"]], "raw_scores": true}'
-    inputs: Annotated[str | Annotated[list[_Entry], Meta(min_length=1, max_length=MAX_ROWS)], Meta(description=_SHAPES)]
+    inputs: Annotated[str | Annotated[list[_Entry], Meta(max_length=MAX_ROWS)], Meta(description=_SHAPES)]
     raw_scores: bool | None = None
     truncate: bool | None = None
     truncation_direction: Direction | None = None
@@ -87,9 +90,7 @@ def _predict(body: PredictBody, url: PredictUrl) -> FormRequest:
     if all(len(row) == 2 for row in rows):
         request.prompts = [row[0] for row in rows]
         request.groups = prompt_groups(request.prompts)
-    if body.truncate:
-        is_left = (body.truncation_direction or "").lower() == "left"
-        request.truncation = Truncation(None, "left" if is_left else "right")
+    request.truncation = truncation_of(body.truncate, body.truncation_direction)
     activation = _activation(body)
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> list[Label] | list[list[Label]]:
@@ -97,6 +98,11 @@ def _predict(body: PredictBody, url: PredictUrl) -> FormRequest:
         return labelled[0] if single else labelled
 
     return FormRequest(body.model or "", request, to_reply)
+
+
+def truncation_of(truncate: bool | None, direction: str | None) -> Truncation | None:
+    """Returns what the two keys of TEI's forms ask for."""
+    return Truncation(None, "left" if (direction or "").lower() == "left" else "right") if truncate else None
 
 
 def to_error(error: GuerdonError) -> tuple[int, TEIError]:
@@ -125,6 +131,8 @@ def _rows(inputs: str | list[str | list[str]]) -> tuple[list[list[str]], bool]:
     """The texts of each sample, one or two, and whether it is one sample that was sent without a list around it."""
     if isinstance(inputs, str):
         return [[inputs]], True
+    if not inputs:
+        raise EmptyBatch("inputs is an empty list; send at least one text")
     single = isinstance(inputs[0], str)
     rows: list[list[str]] = [inputs] if single else inputs  # type: ignore[assignment, list-item]
     for i, row in enumerate(rows):

@@ -51,7 +51,8 @@ from guerdon.wire.score_tensors import scores_of
 
 _RENDER = "the server renders messages by the checkpoint's own template; send input, rendered"
 _AS_IT_STANDS = "a conversation is scored as it stands; send input, rendered"
-_CUT = "cut the texts before they are sent"
+CUT = "cut the texts before they are sent"
+PUT_INTO_PROMPTS = "put it into the prompts"
 _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
@@ -113,9 +114,9 @@ class PairsBody(PoolingOptions, kw_only=True):
     items: Side | None = None
     data_1: Side | None = None
     data_2: Side | None = None
-    max_tokens_per_query: Annotated[Any, unsupported(_CUT)] = None
-    max_tokens_per_doc: Annotated[Any, unsupported(_CUT)] = None
-    instruction: Annotated[Any, unsupported("put it into the prompts")] = None
+    max_tokens_per_query: Annotated[Any, unsupported(CUT)] = None
+    max_tokens_per_doc: Annotated[Any, unsupported(CUT)] = None
+    instruction: Annotated[Any, unsupported(PUT_INTO_PROMPTS)] = None
     chat_template_kwargs: Annotated[Any, unsupported("pairs go through no chat template")] = None
 
 
@@ -342,11 +343,12 @@ def _pairs(body: PairsBody) -> tuple[list[str], list[str]]:
 
 def _side(value: str | Parts | list[str | Parts]) -> list[str]:
     entries = value if isinstance(value, list) else [value]
-    return [entry if isinstance(entry, str) else _joined_parts(entry) for entry in entries]
+    return [entry if isinstance(entry, str) else joined_parts(entry.content) for entry in entries]
 
 
-def _joined_parts(parts: Parts) -> str:
-    return "\n".join(part if isinstance(part, str) else part.text for part in parts.content)
+def joined_parts(parts: list[str | Part]) -> str:
+    """Returns the text of its parts, joined by line breaks."""
+    return "\n".join(part if isinstance(part, str) else part.text for part in parts)
 
 
 def _has_tokens(info: ModelInfo) -> bool:

@@ -1,0 +1,187 @@
+"""The forms of `/rerank`: vLLM's, which Cohere's and Jina's clients speak, and Text Embeddings Inference's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from guerdon.core import ModelInfo, ScoreReply
+from guerdon.errors import InvalidRequest
+from guerdon.wire import bodies
+from guerdon.wire.forms.form import SOME, Body, Form, FormRequest, Text, Whole, pair_samples, unsupported
+from guerdon.wire.forms.labels import Activation, activated, components_of, number
+from guerdon.wire.forms.openai import OpenAIError, count_tokens, new_id, to_error
+from guerdon.wire.forms.sample_options import OptionsUrl, activation_of, with_options
+from guerdon.wire.forms.tei import Direction, truncation_of
+from guerdon.wire.forms.vllm_pooling import CUT, PUT_INTO_PROMPTS, Part, PoolingOptions, PoolingUsage, joined_parts
+from guerdon.wire.score_tensors import scores_of
+
+_NOT_PARSED = "documents are texts here; send each as one text"
+
+
+class Document(msgspec.Struct):
+    """A text, or a text in parts, which are joined by line breaks."""
+
+    example: ClassVar[str] = '{"text": "..."}'
+    text: str | None = None
+    content: list[str | Part] | None = None
+
+
+_One = Annotated[str | Document, Meta(description="a string, or an object with text")]
+
+
+class RerankBody(PoolingOptions, kw_only=True):
+    """One query, and documents that are ordered by their scores; of `top_n` below 1 all are returned, as by vLLM."""
+
+    example: ClassVar[str] = '{"query": "a prompt", "documents": ["a response", "another one"], "top_n": 1}'
+    query: _One
+    documents: Annotated[
+        str | Document | Annotated[list[_One], SOME], Meta(description="a list of strings, or of objects with text")
+    ]
+    top_n: Whole | None = None
+    return_documents: bool | None = None
+    max_tokens_per_query: Annotated[Any, unsupported(CUT)] = None
+    max_tokens_per_doc: Annotated[Any, unsupported(CUT)] = None
+    max_chunks_per_doc: Annotated[Any, unsupported(CUT)] = None
+    rank_fields: Annotated[Any, unsupported(_NOT_PARSED)] = None
+    instruction: Annotated[Any, unsupported(PUT_INTO_PROMPTS)] = None
+    chat_template_kwargs: Annotated[Any, unsupported("pairs go through no chat template")] = None
+
+
+class TEIRerankBody(Body, kw_only=True):
+    """One query, and texts that are ordered by their scores; TEI's own sigmoid applies only if the client asks."""
+
+    example: ClassVar[str] = '{"query": "a prompt", "texts": ["a response", "another one"], "raw_scores": true}'
+    query: Text
+    texts: Annotated[list[Text], SOME]
+    raw_scores: bool | None = None
+    return_text: bool | None = None
+    truncate: bool | None = None
+    truncation_direction: Direction | None = None
+    add_special_tokens: bool | None = None
+
+
+class RankedDocument(msgspec.Struct):
+    text: str
+    multi_modal: None = None
+
+
+class RerankRow(msgspec.Struct, kw_only=True):
+    index: int
+    document: RankedDocument | UnsetType = UNSET
+    relevance_score: np.float32
+    components: dict[str, np.float32] | UnsetType = UNSET
+
+
+class RerankReply(msgspec.Struct, kw_only=True):
+    id: str
+    model: str
+    usage: PoolingUsage
+    results: list[RerankRow]
+
+
+class TEIRank(msgspec.Struct, kw_only=True):
+    index: int
+    text: str | UnsetType = UNSET
+    score: np.float32
+    components: dict[str, np.float32] | UnsetType = UNSET
+
+
+class _RerankKeys(msgspec.Struct):
+    """The keys by which a body of `/rerank` is vLLM's or TEI's."""
+
+    example: ClassVar[str] = RerankBody.example
+    documents: Raw = Raw(b"null")
+    texts: Raw = Raw(b"null")
+
+
+def _choose(body: bytes) -> type[Body]:
+    keys = bodies.read(body, _RerankKeys)
+    if bytes(keys.texts) == b"null":
+        return RerankBody
+    if bytes(keys.documents) != b"null":
+        raise InvalidRequest("the body has keys of vLLM's form and of TEI's; send documents, else texts")
+    return TEIRerankBody
+
+
+def _rerank(body: RerankBody | TEIRerankBody, url: OptionsUrl) -> FormRequest:
+    """The query and each document are a pair, tokenised apart; the highest score stands first."""
+    return _of_tei(body, url) if isinstance(body, TEIRerankBody) else _of_vllm(body)
+
+
+def _of_vllm(body: RerankBody) -> FormRequest:
+    entries = body.documents if isinstance(body.documents, list) else [body.documents]
+    documents = [_text(entry, f"documents[{i}]") for i, entry in enumerate(entries)]
+    request = with_options(pair_samples([_text(body.query, "query")], documents), body, -(body.priority or 0))
+    activation, reply_id = activation_of(body), body.request_id or new_id()
+    num_returned = body.top_n if body.top_n is not None and body.top_n > 0 else len(documents)
+
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> RerankReply:
+        scores, more = _scores(reply, info, activation)
+
+        def row(i: int) -> RerankRow:
+            shown = UNSET if body.return_documents is False else RankedDocument(documents[i])
+            return RerankRow(index=i, document=shown, relevance_score=scores[i], **more[i])
+
+        rows = [row(int(i)) for i in np.argsort(-scores, kind="stable")[:num_returned]]
+        usage = count_tokens(reply, PoolingUsage)
+        return RerankReply(id=f"score-{reply_id}", model=info.name, usage=usage, results=rows)
+
+    return FormRequest(body.model or "", request, to_reply)
+
+
+def _of_tei(body: TEIRerankBody, url: OptionsUrl) -> FormRequest:
+    for name in ("use_activation", "softmax", "activation"):
+        if getattr(url, name) is not None:
+            raise InvalidRequest(f"the URL has the key {name!r}, which TEI's form does not have; send raw_scores")
+    request = pair_samples([body.query], body.texts)
+    request.add_special_tokens = body.add_special_tokens
+    request.truncation = truncation_of(body.truncate, body.truncation_direction)
+    activation: Activation | None = "sigmoid" if body.raw_scores is False else None
+
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> list[TEIRank]:
+        scores, more = _scores(reply, info, activation)
+
+        def row(i: int) -> TEIRank:
+            return TEIRank(index=i, text=body.texts[i] if body.return_text else UNSET, score=scores[i], **more[i])
+
+        # TEI reverses a stable ascending order, so that of equal scores the last stands first.
+        return [row(int(i)) for i in np.argsort(scores, kind="stable")[::-1]]
+
+    return FormRequest(body.model or "", request, to_reply)
+
+
+def _text(entry: str | Document, name: str) -> str:
+    if isinstance(entry, str):
+        return entry
+    if (entry.text is None) == (entry.content is None):
+        raise InvalidRequest(f"{name} has {'no' if entry.text is None else 'both'} text and content; send one of them")
+    return entry.text if entry.content is None else joined_parts(entry.content)  # type: ignore[return-value]
+
+
+def _scores(reply: ScoreReply, info: ModelInfo, activation: Activation | None) -> tuple[np.ndarray, list[Any]]:
+    """Returns one number a sample, float32 `[B]`, and its components."""
+    scores = [*scores_of(reply)]
+    numbers = activated(np.array([number(score.reward) for score in scores], np.float32).reshape(-1, 1), activation)
+    return numbers[:, 0], [components_of(score, info) for score in scores]
+
+
+_OF_VLLM = Form("vLLM, Cohere and Jina", (RerankBody,), OptionsUrl, (RerankReply,), _rerank, OpenAIError, to_error)
+FORMS: dict[str, Form] = {
+    "/rerank": Form(
+        "vLLM's ranking, and TEI's",
+        (RerankBody, TEIRerankBody),
+        OptionsUrl,
+        (RerankReply, list[TEIRank]),
+        _rerank,
+        OpenAIError,
+        to_error,
+        _choose,
+    ),
+    "/v1/rerank": _OF_VLLM,
+    "/v2/rerank": _OF_VLLM,
+}
+"""The forms that order documents, by path; only `/rerank` is TEI's, too."""
