@@ -270,7 +270,13 @@ class HttpConnection(HttpToolsProtocol):
             return
         self._num_silent += len(data)
         try:
-            self._parse(data)
+            try:
+                self.parser.feed_data(data)
+                rest = None
+            except httptools.HttpParserUpgrade as e:
+                rest = data[e.args[0] :]
+            if rest is not None:
+                self._ignore_upgrade(rest)
         except httptools.HttpParserError as e:
             malformed = _Refused(400, "Invalid HTTP request received.")
             self._stop_reading(e.__context__ if isinstance(e.__context__, _Refused) else malformed)
@@ -279,13 +285,8 @@ class HttpConnection(HttpToolsProtocol):
                 status, what = (400, "chunk extensions and trailers have") if self._is_in_body else (431, "head has")
                 self._stop_reading(_Refused(status, f"the request's {what} more than {_MOST_HEAD_BYTES} bytes"))
 
-    def _parse(self, data: bytes) -> None:
-        """Feeds the parser; after an Upgrade, which is ignored (RFC 9110, section 7.8), a new one."""
-        try:
-            self.parser.feed_data(data)
-            return
-        except httptools.HttpParserUpgrade as e:
-            rest = data[e.args[0] :]
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Feeds a new parser with what follows an Upgrade, which is ignored (RFC 9110, section 7.8)."""
         if self.scope["method"] == "CONNECT":
             self._ignores_input = True  # what follows is not HTTP
             return
