@@ -126,10 +126,10 @@ def test_step_reductions(reduction: str, reward: float) -> None:
     assert score.reward == pytest.approx(reward, abs=1e-6)
 
 
-def test_a_sequence_without_a_step_fails_and_says_what_to_send() -> None:
+def test_a_sequence_without_a_step_fails_alone() -> None:
     failed, fine = to_scores(process_head(), logits_of(0.5, 0.5, 0.5), [sequence(1, 2), sequence(SEPARATOR)])
     assert isinstance(failed, SampleFailed)
-    assert "step_positions" in str(failed)
+    assert "no step to reward" in str(failed)
     assert isinstance(fine, Score)
 
 

@@ -117,7 +117,7 @@ def test_step_separators_are_trls_qwens_or_the_settings(tmp_path: Path) -> None:
     named = load(folder, step_separator="\n").head.steps
     assert named.separator_ids == encoder.separator_ids("\n")
     (tokens,) = encoder.encode(["ab\nxyz\nc"])
-    assert named.positions(Sequence(tokens)).tolist() == [2, 6]
+    assert Sequence(tokens).step_ends(named.separator_ids).tolist() == [2, 6]
 
 
 def test_a_step_separator_of_a_model_without_steps_is_refused(tmp_path: Path) -> None:

@@ -42,17 +42,6 @@ class StepRule:
     def __str__(self) -> str:
         return f"{self.reduction} of the steps that end with {self.separator!r}, tokens {list(self.separator_ids)}"
 
-    def positions(self, sequence: Sequence) -> np.ndarray:
-        """Returns the sequence's own `steps`, else the last token of each separator after the prompt: int64 `[K]`."""
-        if sequence.steps is not None:
-            return sequence.steps
-        width = len(self.separator_ids)
-        if width == 0 or width > len(sequence.tokens):
-            return np.empty(0, dtype=np.int64)
-        windows = np.lib.stride_tricks.sliding_window_view(sequence.tokens, width)
-        ends = np.flatnonzero((windows == np.asarray(self.separator_ids)).all(axis=1)) + width - 1
-        return ends[ends >= (sequence.prompt_length or 0)]
-
 
 class Head(nn.Module):
     """The scoring head: a float32 module for hidden states, and the rules that turn its outputs into scores.
@@ -165,7 +154,7 @@ def _value_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list
 
 def _step_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
     assert head.steps is not None
-    positions = [head.steps.positions(s) for s in sequences]
+    positions = [s.step_ends(head.steps.separator_ids) for s in sequences]
     lengths = np.array([len(s.tokens) for s in sequences])
     starts = np.cumsum(lengths) - lengths
     flat = np.concatenate([start + p for start, p in zip(starts, positions, strict=True)])
@@ -174,7 +163,7 @@ def _step_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[
     results: list[Score | SampleFailed] = []
     for steps in np.split(is_right, np.cumsum([len(p) for p in positions])[:-1]):
         if len(steps) == 0:
-            results.append(_no_steps(head.steps))
+            results.append(SampleFailed("no step to reward"))  # requests are refused before
         elif not np.isfinite(steps).all():
             results.append(_failed("step rewards", steps))
         else:
@@ -208,15 +197,6 @@ def _failed(what: str, numbers: np.ndarray) -> SampleFailed:
     return SampleFailed(
         f"the model's {what} for this sample is not finite: {numbers[bad]}{where}; "
         "if other samples fail likewise, try --dtype float32 or bfloat16"
-    )
-
-
-def _no_steps(rule: StepRule) -> SampleFailed:
-    if not rule.separator_ids:
-        return SampleFailed("no step to reward: this model has no tokenizer, so send step_positions")
-    return SampleFailed(
-        f"no step to reward: the separator {rule.separator!r} (tokens {list(rule.separator_ids)}) does not occur "
-        "after the prompt, or is merged into another token; end each step with it, or send step_positions"
     )
 
 

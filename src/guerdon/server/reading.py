@@ -410,6 +410,13 @@ def find_fault(s: Sequence, info: ModelInfo) -> InvalidRequest | None:
         )
     if s.steps is not None and len(s.steps) and (s.steps.min() < 0 or s.steps.max() >= len(tokens)):
         return InvalidRequest(f"a step position lies outside the sample's {len(tokens)} tokens")
+    if info.kind == "process-reward" and not len(s.step_ends(info.step_separator_ids)):
+        if not info.step_separator_ids:
+            return InvalidRequest("no step to reward: this model has no tokenizer, so send step_positions")
+        return InvalidRequest(
+            f"no step to reward: {info.name} gives the {info.step_rule}, and no such token is behind the prompt, or it "
+            "is merged into another token; end each step with it, or send step_positions"
+        )
     if s.prompt_length is not None and not 0 <= s.prompt_length <= len(tokens):
         return InvalidRequest(f"prompt length {s.prompt_length} lies outside the sample's {len(tokens)} tokens")
     if s.query is not None:

@@ -226,11 +226,7 @@ def _sums(ids: tuple[np.ndarray, np.ndarray], said: TokenLogprobs) -> dict[str, 
 
 def _steps(tokens: np.ndarray, steps: np.ndarray, info: ModelInfo) -> list[TrialStep] | None:
     """Each step's last token and reward; None where the rule does not tell where steps end."""
-    separator = np.array(info.step_separator_ids, np.int64)
-    if not 0 < len(separator) <= len(tokens):
-        return None
-    windows = np.lib.stride_tricks.sliding_window_view(tokens, len(separator))
-    ends = np.flatnonzero((windows == separator).all(axis=1)) + len(separator) - 1
+    ends = Sequence(tokens).step_ends(info.step_separator_ids)
     if len(ends) != len(steps):
         return None
     return [{"index": int(end), "reward": float(step)} for end, step in zip(ends, steps, strict=True)]

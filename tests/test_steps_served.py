@@ -1,0 +1,75 @@
+"""A sample without a step is the caller's mistake under every protocol, and its neighbours keep their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+import served
+import zoo
+from guerdon import RewardClient
+from guerdon.errors import InvalidRequest
+from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import ModelConfig, ServerConfig
+from server.form_examples import EXAMPLES
+
+WITH, WITHOUT = "ab\nxyz\n", "ab xyz"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.tokenizer(zoo.checkpoint("qwen2", tmp_path_factory.mktemp("steps"), "tokcls", num_labels=2))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    bare = zoo.checkpoint("qwen2", tmp_path_factory.mktemp("bare"), "tokcls", num_labels=2)
+    models = [
+        ModelConfig(model=str(folder), step_separator="\n", name="prm"),
+        ModelConfig(model=str(bare), name="bare"),
+    ]
+    with served.running(ServerConfig(port=0, grpc_port=0, models=models)) as running:
+        yield running
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_every_form_says_so(example: Any, server: RunningServer) -> None:
+    with httpx.Client(base_url=server.http_url, timeout=30) as client:
+        example.scored(example.ask(client, WITH))
+        assert "no step to reward: prm gives" in example.refused(example.ask(client, WITHOUT), InvalidRequest)
+
+
+def test_the_steps_of_a_text_without_any_are_refused(server: RunningServer) -> None:
+    body = {"input": [WITHOUT], "task": "token_classify"}
+    told = httpx.post(server.http_url + "/pooling", json=body)
+    assert told.status_code == 400 and "send step_positions" in told.text
+
+
+@pytest.mark.parametrize("transport", ["http_url", "grpc_url"])
+def test_the_others_of_a_request_keep_their_rewards(transport: str, server: RunningServer, folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (WITH, WITHOUT)]
+    whole = len(rows[0])
+    samples: list[dict[str, Any]] = [
+        {"texts": [WITH, WITHOUT]},
+        {"tokens": rows},
+        {"tokens": [rows[0], rows[0]], "prompt_lengths": [0, whole]},  # its separators are the prompt's
+        {"tokens": [rows[0], rows[0]], "steps": [[2, whole - 1], []]},
+    ]
+    with RewardClient(getattr(server, transport), model="prm") as client:
+        for sample in samples:
+            scores = client.score(**sample)
+            assert np.isfinite(scores.rewards[0]) and scores.errors[0] is None
+            assert np.isnan(scores.rewards[1]) and "no step to reward" in str(scores.errors[1]), sample
+
+
+def test_a_model_without_a_tokenizer_asks_for_positions(server: RunningServer) -> None:
+    with RewardClient(server.http_url, model="bare") as client:
+        assert "has no tokenizer, so send step_positions" in str(client.score(tokens=[[5, 6, 7]]).errors[0])
+        assert client.score(tokens=[[5, 6, 7]], steps=[[2]]).errors == [None]
