@@ -1,4 +1,4 @@
-"""Small tokenizers with the chat templates of five families: ChatML, Llama 3, Gemma, Mistral and Zephyr.
+"""Small tokenizers with the chat templates of many families, among them ChatML, Llama 2 and 3, Gemma and Mistral.
 
 The templates are written anew in the families' shapes; the tokenizers treat blanks and special tokens as theirs do.
 """
@@ -31,9 +31,10 @@ def _turns(turn: str, prompt: str, before: str = "") -> str:
 
 
 _BOS = "{{ bos_token }}"
+_CHATML = r"'<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n'"
 FAMILIES = {
     "chatml": Family(
-        _turns(r"'<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n'", r"'<|im_start|>assistant\n'"),
+        _turns(_CHATML, r"'<|im_start|>assistant\n'"),
         ("<|im_start|>", "<|im_end|>"),
         "<|im_end|>",
         "bytes",
@@ -76,7 +77,68 @@ FAMILIES = {
         "prefixed",
         "</s>\n",
     ),
+    "qwen": Family(  # with a system's message of its own
+        _turns(
+            _CHATML,
+            r"'<|im_start|>assistant\n'",
+            r"{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}",
+        ),
+        ("<|im_start|>", "<|im_end|>"),
+        "<|im_end|>",
+        "bytes",
+        "<|im_end|>\n",
+    ),
+    "qwen3": Family(  # which writes an empty thought before the last answer
+        _turns(
+            r"'<|im_start|>' + m.role + '\n' + ('<think>\n\n</think>\n\n' if loop.last and m.role != 'user' else '')"
+            r" + m.content + '<|im_end|>' + '\n'",
+            r"'<|im_start|>assistant\n'",
+        ),
+        ("<|im_start|>", "<|im_end|>"),
+        "<|im_end|>",
+        "bytes",
+        "<|im_end|>\n",
+    ),
+    "deepseek": Family(
+        _turns(
+            "('<｜User｜>' + m.content) if m.role == 'user' else ('<｜Assistant｜>' + m.content + eos_token)",
+            "'<｜Assistant｜>'",
+            _BOS,
+        ),
+        ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+        "<｜end▁of▁sentence｜>",
+        "bytes",
+        "<｜end▁of▁sentence｜>",
+    ),
+    "llama2": Family(
+        _turns(
+            "bos_token + '[INST] ' + m.content | trim + ' [/INST]' if m.role == 'user' else "
+            "' ' + m.content | trim + ' ' + eos_token",
+            "",
+        ),
+        (),
+        "</s>",
+        "prefixed",
+        " </s>",
+    ),
+    "phi3": Family(
+        _turns(r"'<|' + m.role + '|>\n' + m.content + '<|end|>\n'", r"'<|assistant|>\n'", ""),
+        ("<|user|>", "<|assistant|>", "<|end|>"),
+        "<|end|>",
+        "bytes",
+        "<|end|>\n",
+    ),
+    "words": Family(  # without special tokens
+        _turns(r"m.role | upper + ': ' + m.content + '\n'", r"'ASSISTANT:'", ""),
+        (),
+        "</s>",
+        "bytes",
+        "\n",
+    ),
 }
+
+ODD = ("qwen3", "llama2", "words")
+"""Families that do not end an answer with what a policy draws last, or that write something before an answer."""
 
 
 def save(name: str, folder: Path, *, words: tuple[str, ...] = ("th", "the", "in", "an", "er")) -> Path:

@@ -35,9 +35,9 @@ def with_config(folder: Path, **settings: object) -> Path:
 
 def test_a_reward_model(tmp_path: Path) -> None:
     found = findings(zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "model")))
-    assert {subject: finding.level for subject, finding in found.items()} == dict.fromkeys(
-        ["", "path", "proved", "tokenizer", "reward", "memory"], "ok"
-    )
+    levels = dict.fromkeys(["", "path", "proved", "tokenizer", "endings", "reward", "memory"], "ok")
+    assert {subject: finding.level for subject, finding in found.items()} == {**levels, "endings, differences": "note"}
+    assert repr("</s>\n") in found["endings"].text and "TRL" in found["endings"].text
     assert "decoder (llama), outputs rewards" in found[""].text
     assert found["path"].text.startswith("packed+shared")
     assert found["tokenizer"].text == f"with a chat template; EOS {zoo.EOS}, pad {zoo.PAD}"
@@ -85,7 +85,7 @@ def test_a_language_model_says_how_its_answers_end(tmp_path: Path) -> None:
     assert "causal language model (llama)" in found[""].text
     assert found["reward"].level == "note" and "without a reward head" in found["reward"].text
     assert found["endings"].level == "ok" and repr("</s>\n") in found["endings"].text
-    assert f"[{zoo.EOS}, " in found["endings"].text
+    assert f"(ids [{zoo.EOS}, " in found["endings"].text
     assert "to train all of them" in found["memory"].text
 
 
@@ -93,7 +93,7 @@ def test_a_template_that_refuses_a_conversation_is_a_note(tmp_path: Path) -> Non
     refusing = "{{ raise_exception('only tools') }}"
     folder = zoo.tokenizer(zoo.language_model("llama", tmp_path / "model"), chat_template=refusing)
     found = findings(folder)["endings"]
-    assert found.level == "note" and "only tools" in found.text and "suffix" in found.help
+    assert found.level == "note" and "only tools" in found.text and "ending" in found.help
 
 
 def test_an_output_layer_of_its_own_counts(tmp_path: Path) -> None:

@@ -88,10 +88,9 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Score:
-    """The result for one sequence.
+    """The result for one sequence: `reward` is the scalar, NaN from a teacher.
 
-    `reward` is the scalar, NaN from a teacher; `attributes` are float32 `[A]` if the model has several, `values`
-    float32 `[T]` if it has one per token, `steps` float32 `[K]` if it rewards steps, `logprobs` what a teacher says.
+    `attributes` are float32 `[A]`, `values` float32 `[T]`, `steps` float32 `[K]`, `logprobs` what a teacher says.
     """
 
     reward: float
@@ -121,7 +120,7 @@ class ScoreRequest:
     `prompts` and `labels` (any JSON value) are for functions that have such parameters. `splits` are the characters at
     which texts divide into pairs, None for a text that is none; to a model that `reads_pairs` a text with a prompt is a
     pair anyway. With `add_special_tokens` the tokenizer's special tokens are added to texts; None adds them only to the
-    pairs of such a model. Without `truncation` the server's setting decides about samples that are too long. `width` is
+    pairs of such a model, with `completes` the chat template's ending to texts that it has made. Without `truncation` the server's setting decides about samples that are too long. `width` is
     the length of the padded rows that the tokens were sent in.
     """
 
@@ -139,6 +138,7 @@ class ScoreRequest:
     labels: list[Any] | None = None
     splits: list[int | None] | None = None
     add_special_tokens: bool | None = None
+    completes: bool = False
     truncation: Truncation | None = None
     width: int | None = None
     queries: list[LogprobQuery] | None = None
@@ -151,9 +151,9 @@ class ScoreRequest:
 class ScoreReply:
     """The answer to a `ScoreRequest`: one `Score` or error per sample, in order.
 
-    `lengths` are the samples' token counts. Times are in seconds: `queue_s` from the request's arrival until the
-    last sample joined a batch, tokenising included; `compute_s` is the sum over the batches with its samples. `tokens`
-    are the ids that were computed, and `text` decodes them; both are left out if the model reads no tokens.
+    `lengths` are the samples' token counts. `queue_s` lasts from the request's arrival until the last sample joined a
+    batch, tokenising included; `compute_s` is the sum over the batches with its samples. If the model reads tokens,
+    `tokens` are the ids that were computed, and `text` decodes them.
     """
 
     results: list[Score | GuerdonError]
@@ -206,12 +206,12 @@ class ModelInfo:
     `takes_labels` say that a user's function has such parameters; prompts also stand before a teacher's texts. It gives
     at most the `max_top_k` likeliest ids, and hidden states of `hidden_size` numbers. `path` tells how it runs, such as
     `packed+shared`, and `why` the reason. `source` is the folder, hub id or function that it was loaded from. `pooling`
-    names the token that the reward is read from; it is empty if there is none, as in functions. `step_rule` tells where
-    steps end, and how the reward is made of their rewards; `step_separator_ids` are the tokens that end a step if the
-    request names none. `vocabulary` is a digest of the tokenizer's tokens and their ids, `tokenizer` tells what ids
-    mean to it (see `vocabulary.identity`); both are empty without one. An encoder `reads_pairs`, with special tokens
-    where its tokenizer's template for pairs has them. `sampled_version` is the version that guerdon 0.1 computed from
-    samples of the weights' bytes; empty if they are not from files. `proofs` are the start's lines.
+    names the token that the reward is read from. `step_rule` tells where steps end, and how their rewards make the
+    reward; `step_separator_ids` end a step if the request names none. `vocabulary` is a digest of the tokenizer's
+    tokens and their ids, `tokenizer` tells what ids mean to it (see `vocabulary.identity`), `ending` how its chat
+    template writes an answer (see `endings.Ending`). All of these texts are empty if there is no such thing. An encoder
+    `reads_pairs`, with special tokens where its tokenizer's template for pairs has them. `sampled_version` is the
+    version that guerdon 0.1 computed from samples of the weights' bytes. `proofs` are the start's lines.
     """
 
     name: str
@@ -239,6 +239,7 @@ class ModelInfo:
     step_separator_ids: tuple[int, ...] = ()
     vocabulary: str = ""
     tokenizer: str = ""
+    ending: str = ""
     sampled_version: str = ""
     max_top_k: int = 0
     hidden_size: int = 0

@@ -60,12 +60,6 @@ def answered(conversation: Sequence[Message], text: str) -> list[Message]:
     return [*conversation, {"role": "assistant", "content": text}]
 
 
-def ended(text: str, ending: str) -> str:
-    """Appends the ending without doubling what the text already has of it."""
-    known = next(n for n in range(len(ending), -1, -1) if text.endswith(ending[:n]))
-    return text + ending[known:]
-
-
 def part_text(part: Any, where: str) -> str:
     """Returns the text of one part of a content; raises InvalidRequest with `where` it is for any other part."""
     text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part

@@ -18,6 +18,7 @@ from guerdon import LocalRewardModel, RewardClient
 from guerdon.actor import ppo, reinforce
 from guerdon.actor.remote_critic import RemoteCritic
 from guerdon.actor.remote_rewards import RemoteRewards
+from guerdon.endings import Ending
 from guerdon.errors import ConfigError
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.actors import (
@@ -51,8 +52,8 @@ def reward_model(folder: Path, edit: Callable[[dict[str, Any]], None] | None = N
     return made if edit is None else edited(made, edit)
 
 
-def settings(url: str, send: Any = "tokens") -> RemoteRewardConfig:
-    return RemoteRewardConfig(RewardModelServer(urls=[url]), send=send, timeout_s=30.0)
+def settings(url: str, send: Any = "tokens", suffix: str = "") -> RemoteRewardConfig:
+    return RemoteRewardConfig(RewardModelServer(urls=[url]), send=send, suffix=suffix, timeout_s=30.0)
 
 
 def test_a_run_against_another_tokenizer_does_not_begin(tmp_path: Path) -> None:
@@ -109,9 +110,7 @@ def test_an_unreported_tokenizer_is_logged_and_the_run_continues(
 
 def test_another_chat_template_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = AutoTokenizer.from_pretrained(zoo.tokenizer(tmp_path / "policy", chat_template="other"))
-    from guerdon.actor.rollouts import Ending
-
-    ending = Ending("", zoo.np.zeros(0, zoo.np.int64))
+    ending = Ending("", ())
     with (
         serving(ModelConfig(model=str(reward_model(tmp_path / "rm")))) as server,
         RemoteRewards(settings(server.http_url)) as rewards,
@@ -173,3 +172,16 @@ def test_only_what_ids_mean_makes_tokenizers_differ(tmp_path: Path) -> None:
     assert difference(own, without_template) is None
     swapped = edited(zoo.tokenizer(tmp_path / "swapped"), swap_words)
     assert difference(own, identity(AutoTokenizer.from_pretrained(swapped))) == "their vocabularies differ"
+
+
+@pytest.mark.parametrize(("sent", "suffix", "says"), [("</s>\n", "", False), ("", "</s>", True), (None, "", True)])
+def test_texts_that_end_otherwise_than_the_reward_models_template_are_said(
+    sent: str | None, suffix: str, says: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(zoo.tokenizer(tmp_path / "policy"))
+    with (
+        serving(ModelConfig(model=str(reward_model(tmp_path / "rm")))) as server,
+        RemoteRewards(settings(server.http_url, send="text", suffix=suffix)) as rewards,
+    ):
+        rewards.check_tokenizer(tokenizer, None if sent is None else Ending(sent, ()))
+    assert ("ends an answer with '</s>\\n', and texts are sent with" in caplog.text) == says

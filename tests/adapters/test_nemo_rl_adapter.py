@@ -64,7 +64,7 @@ def test_evaluation_asks_with_a_third_argument_and_by_name(url: str) -> None:
 
 
 def test_prompts_that_have_a_template_already_go_as_texts(url: str, service: EchoService) -> None:
-    environment = RewardEnvironment({"url": url, "send": "texts", "suffix": "<end>"})
+    environment = RewardEnvironment({"url": url, "send": "texts", "ending": "<end>"})
     assert environment.step(LOGS[:2], INFO[:2]).rewards.tolist() == [19.0, 11.0]
     assert service.requests[-1].texts == ["why?the reason<end>", "why?no<end>"]
 
@@ -97,7 +97,7 @@ def test_metrics_of_a_batch(url: str) -> None:
         ({"url": "h:1", "send": "tokens"}, "send is 'tokens'"),
         (
             {"url": "h:1", "modle": "zz"},
-            "unknown setting of the environment: modle; known here: url, model, send, suffix, labels, timeout_s",
+            "unknown setting of the environment: modle; known here: url, model, send, ending, labels, timeout_s",
         ),
     ],
 )

@@ -49,8 +49,8 @@ def test_rewards_are_the_servers_own(make: Any, url: str) -> None:
         ended = client.score(texts=[p + c + "</s>" for p, c in zip(PROMPTS, COMPLETIONS, strict=True)])
         talks = client.score(messages=[p + c for p, c in zip(TALKS, ANSWERS, strict=True)])
     assert ask(make(url, "helpful"), PROMPTS, COMPLETIONS) == texts.rewards.tolist()
-    assert ask(make([url], "helpful", suffix="</s>"), PROMPTS, COMPLETIONS) == ended.rewards.tolist()
-    of_eos = make(url, "helpful", suffix="</s>", eos_token_id=2)  # all but the second completion were truncated
+    assert ask(make([url], "helpful", ending="</s>"), PROMPTS, COMPLETIONS) == ended.rewards.tolist()
+    of_eos = make(url, "helpful", ending="</s>", eos_token_id=2)  # all but the second completion were truncated
     ids = [[1, 2] if i == 1 else [2, 1] for i in range(len(PROMPTS))]
     wanted = [(ended if i == 1 else texts).rewards[i] for i in range(len(PROMPTS))]
     assert ask(of_eos, PROMPTS, COMPLETIONS, completion_ids=ids) == wanted

@@ -47,7 +47,7 @@ def test_score_is_the_servers_own_of_text_and_of_conversations(function: Any, ur
         (talks,) = client.score(messages=[talk])
     bound = partial(function, url=[url], model="helpful")
     assert ask(bound, " 4.", {"prompt": "What is 2+2?"}) == {"score": texts[0]}
-    assert ask(partial(bound, suffix="</s>", prompt_key="q"), " 4.", {"q": "What is 2+2?"}) == {"score": texts[1]}
+    assert ask(partial(bound, ending="</s>", prompt_key="q"), " 4.", {"q": "What is 2+2?"}) == {"score": texts[1]}
     assert ask(bound, "4.", {"prompt": QUESTION}) == {"score": talks}
     # So Parquet gives them.
     assert ask(bound, "4.", {"prompt": np.array(QUESTION, dtype=object)}) == {"score": talks}

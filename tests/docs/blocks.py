@@ -41,6 +41,7 @@ SHORTER_PYTHON = {
         f"{name}Config(": f"{name}Config(max_steps=1, max_completion_length=8, report_to='none', "
         for name in ("GRPO", "Distillation")
     },
+    "RewardConfig(": "RewardConfig(max_steps=2, report_to='none', ",
     "PolicyRecipe(": "PolicyRecipe(num_steps=2, ",
     "DPOConfig(": "DPOConfig(max_steps=1, report_to='none', ",
     # TRL insists on vLLM, of which it uses nothing there.

@@ -57,7 +57,7 @@ def test_an_unknown_key_in_the_url_is_refused(path):
 @pytest.mark.parametrize(
     ("path", "body", "query", "message"),
     [
-        ("/get_reward", ONE["/get_reward"], {"extra_log": "false"}, r"it takes model, extra_logs$"),
+        ("/get_reward", ONE["/get_reward"], {"extra_log": "false"}, r"it takes model, extra_logs, ending$"),
         ("/get_reward", ONE["/get_reward"], {"extra_logs": "0"}, "extra_logs is '0'; send true or false"),
         ("/classify", {"input": "a"}, {"raw_scores": "false"}, r"it takes model, add_special_tokens, use_activation,"),
         ("/classify", {"input": "a"}, {"use_activation": "yes"}, "use_activation is 'yes'; send true or false"),

@@ -1,4 +1,4 @@
-"""Prompts: read, tokenised, checked against the longest allowed, and assigned to steps; and how answers to them end."""
+"""Prompts: read, tokenised, checked against the longest allowed, and assigned to steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 import orjson
 
 from guerdon.actor.prompt_sources import bad_row, check_num_prompts, read_prompts
-from guerdon.actor.rollouts import Ending, Prompt, response_text
+from guerdon.actor.rollouts import Prompt
 from guerdon.core import Message
 from guerdon.durable import write_new
+from guerdon.endings import Ending, find_ending
 from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.errors import ConfigError, InvalidRequest
-from guerdon.messages import answered
 from guerdon.settings.actors import DataConfig, RemoteRewardConfig
 
 log = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ class _Reader:
             if isinstance(text, InvalidRequest):
                 raise bad_row(source, row, str(text))
         plain = [str(texts[row]) for row, _ in chunk]
-        ending = self._ending_of(conversations, texts)
+        ending = self._ending_of(conversations)
         prompts = []
         for (row, _), text, ids in zip(chunk, plain, self._encoder.encode(plain), strict=True):
             if isinstance(ids, InvalidRequest):
@@ -257,11 +257,10 @@ class _Reader:
                 prompts.append(Prompt(row, ids, text, conversation, own_ending))
         return prompts
 
-    def _ending_of(self, conversations: dict[int, list[Message]], texts: dict[int, Any]) -> Ending | None:
+    def _ending_of(self, conversations: dict[int, list[Message]]) -> Ending | None:
         """Returns how the template ends answers; found once, with the first conversation."""
         if self._ending is None and conversations:
-            row, first = next(iter(conversations.items()))
-            self._ending = find_ending(self._encoder, self._tokenizer, first, texts[row])
+            self._ending = find_ending(self._encoder, self._tokenizer, next(iter(conversations.values())))
             if isinstance(self._ending, InvalidRequest):
                 log.warning("cannot find how the chat template ends an answer; nothing is added: %s", self._ending)
         return None if isinstance(self._ending, InvalidRequest) else self._ending
@@ -274,49 +273,3 @@ def _leading_bos(tokenizer: Any) -> list[int]:
     """
     added = tokenizer("").input_ids[:1]
     return added if added == [tokenizer.bos_token_id] else []
-
-
-# ------------------------------------------------------------------------------------------- the ending of answers
-
-
-_ANSWER = "guerdon's answer"
-_ANSWER_TO_STRIP = f" \n<think>\nso\n</think>\n\n{_ANSWER}\n "
-"""An answer with everything that templates are known to strip."""
-
-
-def find_ending(
-    encoder: TextEncoder, tokenizer: Any, conversation: Sequence[Message], prompt: str
-) -> Ending | InvalidRequest:
-    """Returns how the template ends an answer to the conversation, which it rendered as `prompt`.
-
-    Reward models were trained on whole turns (ChatML: `<|im_end|>` and a newline), while a policy stops at its EOS. The
-    score is read at the end, so that it depends on the ending. Returns an error if the template refuses an answer, or
-    does not write it.
-    """
-    whole = encoder.render(answered(conversation, _ANSWER))
-    if isinstance(whole, InvalidRequest):
-        return whole
-    start = whole.rfind(_ANSWER)
-    if start < 0:
-        return InvalidRequest("the chat template does not write the assistant's answer")
-    behind = start + len(_ANSWER)
-    encoded = encoder.encode([prompt, whole[:behind], whole, whole[behind:]])
-    if wrong := [ids for ids in encoded if isinstance(ids, InvalidRequest)]:
-        return wrong[0]
-    asked, cut, ids, alone = (np.asarray(ids) for ids in encoded)
-    # Tokenised in context: alone it may get a leading blank.
-    is_prefix = np.array_equal(ids[: len(cut)], cut)
-    tokens = ids[len(cut) :] if is_prefix else alone
-    extends_prompt = whole[:start].startswith(prompt)
-    lead = whole[len(prompt) : start] if extends_prompt else ""
-    if not extends_prompt or lead.strip():
-        differs = f"it writes {whole[:start][-40:]!r} before an answer, and {prompt[-40:]!r} to ask for one"
-    elif encoder.render(answered(conversation, _ANSWER_TO_STRIP)) != whole.replace(_ANSWER, _ANSWER_TO_STRIP):
-        differs = "it strips blanks or reasoning of answers"
-    elif not is_prefix or not np.array_equal(cut[: len(asked)], asked):
-        differs = "an answer and what stands around it share tokens"
-    elif response_text(tokenizer, cut[len(asked) :].tolist(), has_eos=False) != _ANSWER:
-        differs = f"it writes {lead!r} before an answer"
-    else:
-        differs = ""
-    return Ending(whole[behind:], tokens, lead, differs)

@@ -20,10 +20,11 @@ from guerdon.actor.remote_rewards import (
     token_samples_of,
     tokenizer_of,
 )
-from guerdon.actor.rollouts import Ending, Rollout
+from guerdon.actor.rollouts import Rollout
 from guerdon.client import CriticClient, CriticScores, RetryPolicy
 from guerdon.client.ordering import TrainFuture
 from guerdon.critic_core import CheckpointInfo, CriticState, TrainReport
+from guerdon.endings import Ending
 from guerdon.errors import ConfigError
 from guerdon.settings.actors import CriticNames, RemoteCriticConfig
 from guerdon.vocabulary import difference, identity

@@ -6,15 +6,16 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from typing import Any, Generic, Self, TypeVar
 
 from guerdon.actor.preemption import wait_for
-from guerdon.actor.rollouts import Ending, Rollout
+from guerdon.actor.rollouts import Rollout
 from guerdon.client import CriticClient, RetryPolicy, RewardClient, Scores, TeacherClient
+from guerdon.endings import Ending, ended
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, StartError
-from guerdon.messages import answered, ended
+from guerdon.messages import answered
 from guerdon.settings.actors import RemoteRewardConfig
 from guerdon.vocabulary import difference, has_other_template, identity, reported
 
@@ -64,8 +65,11 @@ class RemoteRewards:
     def check_tokenizer(self, tokenizer: Any, ending: Ending | None) -> None:
         """Raises ConfigError if token ids are sent, and the reward model has another tokenizer than this one.
 
-        With an `ending`, found by the policy's chat template, warns if the reward model has another template.
+        With an `ending`, found by the policy's chat template, warns if the reward model has another template; so it
+        does if texts are sent with another ending than the reward model's template writes.
         """
+        if self._config.send == "text":
+            self._warn_of_texts(self._config.suffix or ("" if ending is None else ending.text))
         if self._config.send != "tokens":
             return
         own, other = identity(tokenizer), tokenizer_of(self._client, "reward model")
@@ -81,6 +85,17 @@ class RemoteRewards:
                 "the policy's chat template, which makes the token ids, differs from the reward model's; with "
                 "`send: messages` the reward model applies its own"
             )
+
+    def _warn_of_texts(self, sent: str) -> None:
+        with suppress(GuerdonError):  # not every server has configurations
+            ending = Ending.reported(self._client.config())
+            if ending is not None and ending.text != sent:
+                log.warning(
+                    "the reward model's chat template ends an answer with %r, and texts are sent with %r: set `send` "
+                    "to messages, unless it was trained on such texts",
+                    ending.text,
+                    sent,
+                )
 
     def submit(self, group: list[Rollout]) -> None:
         """Sends the responses to one prompt; returns at once."""

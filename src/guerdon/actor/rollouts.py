@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from guerdon.core import Message
+from guerdon.endings import Ending
 from guerdon.errors import ConfigError
 from guerdon.settings.actors import RolloutConfig
 
@@ -17,20 +18,6 @@ MAX_BATCH_ROLLOUTS = 256
 
 It does not bound memory: if long responses of so many rows do not fit, lower `rollouts.max_batch_rollouts`.
 """
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ending:
-    """What a chat template writes around an answer: `text` after it, also as `tokens` int64, and `lead` before it.
-
-    `lead` comes between the rendered prompt and the answer, and is almost always empty. `differs` says why the same
-    answer sent as messages may still be scored differently; empty if it cannot.
-    """
-
-    text: str
-    tokens: np.ndarray
-    lead: str = ""
-    differs: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,13 +115,14 @@ class Rollout:
         ending = self.prompt.ending
         if ending is None:
             return self.tokens
+        tokens = np.array(ending.tokens, np.int64)
         if self.has_eos:
-            return np.concatenate([self.tokens[:-1], ending.tokens])
+            return np.concatenate([self.tokens[:-1], tokens])
         stopped = self.response_length if self.is_end else 0  # a stop text may be the start of the ending
-        known = min(stopped, len(ending.tokens))
-        while known and not np.array_equal(self.tokens[-known:], ending.tokens[:known]):
+        known = min(stopped, len(tokens))
+        while known and not np.array_equal(self.tokens[-known:], tokens[:known]):
             known -= 1
-        return np.concatenate([self.tokens, ending.tokens[known:]])
+        return np.concatenate([self.tokens, tokens[known:]])
 
 
 def response_text(tokenizer: Any, tokens: list[int], has_eos: bool) -> str:

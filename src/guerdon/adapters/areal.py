@@ -18,7 +18,6 @@ from typing import Any, Literal
 from guerdon.adapters.judge import TIMEOUT_S, judge, make_samples
 from guerdon.client.reward_client import ScoreArgs
 from guerdon.errors import ConfigError
-from guerdon.messages import ended
 
 SOON_S = 12.0
 """The time limit of a blocking call with all its tries: below AReaL's time-out, after which it gives 0."""
@@ -33,14 +32,15 @@ class RewardFunction:
         model: str = "reward_model",
         *,
         send: Literal["text", "tokens"] = "text",
-        ending: str = "",
+        ending: str | None = None,
         labels: str | None = None,
         timeout_s: float = SOON_S,
     ) -> None:
         """`send` chooses what is scored: the text of prompt and completion, or the policy's token ids.
 
-        A text is completed with `ending`, such as ChatML's `<|im_end|>` and newline, before which the policy stops.
-        The data set's column `labels` goes to models that take labels. A call fails after `timeout_s`.
+        Both end as the served model's chat template ends an answer (ChatML: `<|im_end|>` and a newline), if it has made
+        the prompt: a policy stops before. A text may have another `ending`; an empty one adds nothing. The data set's
+        column `labels` goes to models that take labels. A call fails after `timeout_s`.
         """
         if send not in ("text", "tokens"):
             raise ConfigError(f"send is {send!r}", "choose text or tokens")
@@ -53,13 +53,14 @@ class RewardFunction:
         self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
     ) -> float:
         """Returns the reward; raises SampleFailed without one, and GuerdonError if the server cannot be reached."""
-        scores = self._judge.score_in_queue(**self._make_sample(prompt, completions, prompt_ids, completion_ids, data))
+        sample = self._make_sample(prompt, completions, prompt_ids, completion_ids, data)
+        scores = self._judge.score_in_queue(completes=self._ending is None, **sample)
         return float(scores.raise_for_failed().rewards[0])
 
     def _make_sample(
         self, prompt: str, completion: str, prompt_ids: Sequence[int], ids: Sequence[int], data: dict[str, Any]
     ) -> ScoreArgs:
-        sample = make_samples([prompt], [ended(completion, self._ending)])
+        sample = make_samples([prompt], [completion], self._ending)
         if self._send == "tokens":
             sample.pop("texts")
             sample |= {"tokens": [[*prompt_ids, *ids]], "prompt_lengths": [len(prompt_ids)]}
@@ -77,9 +78,8 @@ class AsyncRewardFunction(RewardFunction):
         self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
     ) -> float:
         """Returns the reward; raises as `RewardFunction` does."""
-        scores = await self._judge.score_async(
-            **self._make_sample(prompt, completions, prompt_ids, completion_ids, data)
-        )
+        sample = self._make_sample(prompt, completions, prompt_ids, completion_ids, data)
+        scores = await self._judge.score_async(completes=self._ending is None, **sample)
         return float(scores.raise_for_failed().rewards[0])
 
 

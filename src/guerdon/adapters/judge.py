@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,10 +12,22 @@ from typing import Any, Unpack
 import numpy as np
 
 from guerdon.client import AsyncRewardClient, Credentials, RetryPolicy, RewardClient, Scores
+from guerdon.client.calls import Texts
 from guerdon.client.reward_client import ScoreArgs
 from guerdon.core import Message
-from guerdon.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
+from guerdon.endings import Ending, ended
+from guerdon.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Forbidden,
+    GuerdonError,
+    InvalidRequest,
+    Unauthenticated,
+    Unavailable,
+)
 from guerdon.wire.score_tensors import prompt_groups
+
+log = logging.getLogger(__name__)
 
 TIMEOUT_S = 600.0
 """The default time limit of a call with all its tries."""
@@ -36,26 +49,39 @@ class Judge:
         self._client = RewardClient(url, model, policy=self._policy, credentials=credentials)
         self._by_loop: dict[asyncio.AbstractEventLoop, AsyncRewardClient] = {}
         self._lost_at, self._lost_why = -_FAIL_FAST_S, ""
+        self._ending: Ending | None = None
+        self._has_learned = self._has_warned = False
 
     def __reduce__(self) -> Any:
         # Some trainers pickle their function at every call: it finds its connections, and the key, where it arrives.
         return judge, self._arguments
 
-    def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
-        """Returns the samples' scores; blocks. Raises the server's error, or the connection's."""
-        return self._client.score(**samples)
+    def score(self, *, completes: bool = False, **samples: Unpack[ScoreArgs]) -> Scores:
+        """Returns the samples' scores; blocks. Raises the server's error, or the connection's.
 
-    def score_in_queue(self, **samples: Unpack[ScoreArgs]) -> Scores:
+        If it `completes`, texts that the model's chat template has made end as it ends an answer, and so do token ids
+        whose `prompts` it has made. Logs a warning if they do not, or if texts lack the template.
+        """
+        if self._must_learn(samples):
+            started = time.monotonic()
+            try:
+                self._learn(self._client.config())
+            except GuerdonError as e:
+                self._learn_nothing(e)
+            samples["timeout_s"] = self._time_left(started)
+        return self._client.score(**self._completed(samples, completes))
+
+    def score_in_queue(self, *, completes: bool = False, **samples: Unpack[ScoreArgs]) -> Scores:
         """Scores as `score` does, but fails at once if the call just before found no server in time."""
         if time.monotonic() - self._lost_at < _FAIL_FAST_S:
             raise Unavailable(f"not asked, because the call before failed: {self._lost_why}")
         try:
-            return self.score(**samples)
+            return self.score(completes=completes, **samples)
         except (Unavailable, DeadlineExceeded) as e:
             self._lost_at, self._lost_why = time.monotonic(), str(e)
             raise
 
-    async def score_async(self, **samples: Unpack[ScoreArgs]) -> Scores:
+    async def score_async(self, *, completes: bool = False, **samples: Unpack[ScoreArgs]) -> Scores:
         """Scores as `score` does, in the running event loop, which has its own connections."""
         loop = asyncio.get_running_loop()
         if loop not in self._by_loop:
@@ -64,7 +90,69 @@ class Judge:
                     self._by_loop.pop(other, None)  # another thread may have removed it
             url, model, _ = self._arguments
             self._by_loop[loop] = AsyncRewardClient(url, model, policy=self._policy, credentials=self._credentials)
-        return await self._by_loop[loop].score(**samples)
+        client = self._by_loop[loop]
+        if self._must_learn(samples):
+            started = time.monotonic()
+            try:
+                self._learn(await client.config())
+            except GuerdonError as e:
+                self._learn_nothing(e)
+            samples["timeout_s"] = self._time_left(started)
+        return await client.score(**self._completed(samples, completes))
+
+    def _must_learn(self, samples: ScoreArgs) -> bool:
+        return not self._has_learned and ("texts" in samples or "tokens" in samples)
+
+    def _learn(self, config: dict[str, Any]) -> None:
+        self._ending, self._has_learned = Ending.reported(config), True
+
+    def _learn_nothing(self, error: GuerdonError) -> None:
+        """Goes on without an ending, because not every server has configurations; raises what would fail again."""
+        if isinstance(error, Unavailable | DeadlineExceeded | Unauthenticated | Forbidden):
+            raise error
+        self._has_learned = True
+
+    def _time_left(self, started: float) -> float:
+        return max(0.001, self._arguments[2] - (time.monotonic() - started))
+
+    def _completed(self, samples: ScoreArgs, completes: bool) -> ScoreArgs:
+        ending, texts, tokens = self._ending, samples.get("texts"), samples.get("tokens")
+        if ending is None:
+            return samples
+        if texts is not None:
+            prompts = samples.get("prompts") or [""] * len(texts)
+            made = [ending.complete(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
+            self._warn(ending, texts, made, completes)
+            ended = [text if whole is None else whole for text, whole in zip(texts, made, strict=True)]
+            return {**samples, "texts": ended} if completes else samples
+        if tokens is not None and completes:
+            pairs = zip(tokens, samples.get("prompts") or (), strict=True)
+            rows = [ending.complete_ids(row) if ending.opening in prompt else [*row] for row, prompt in pairs]
+            return {**samples, "tokens": rows}
+        return samples
+
+    def _warn(self, ending: Ending, texts: Texts, made: Sequence[str | None], completes: bool) -> None:
+        """Logs once what is wrong with the texts' template or ending, if anything."""
+        model = self._arguments[1]
+        if self._has_warned:
+            return
+        if completes and None in made:
+            self._has_warned = True
+            log.warning(
+                "%s has a chat template, and a text that it has not made is scored as it is: %r; send conversations or "
+                "texts that the template has made; if the model was trained on texts without it, give `ending`: what "
+                "stood behind them, or an empty string",
+                model,
+                texts[made.index(None)][:80],
+            )
+        elif not completes and any(whole not in (text, None) for text, whole in zip(texts, made, strict=True)):
+            self._has_warned = True
+            log.warning(
+                "texts that have the chat template of %s do not end with %r as it ends an answer: their scores differ "
+                "from those of the same conversations; ending=None ends them so",
+                model,
+                ending.text,
+            )
 
 
 def judge(url: str | Sequence[str], model: str, timeout_s: float) -> Judge:
@@ -80,11 +168,11 @@ def judge(url: str | Sequence[str], model: str, timeout_s: float) -> Judge:
 _judges: dict[tuple[str | tuple[str, ...], str, float, Credentials], Judge] = {}
 
 
-def make_samples(prompts: Sequence[Prompt], completions: Sequence[Prompt], suffix: str = "") -> ScoreArgs:
+def make_samples(prompts: Sequence[Prompt], completions: Sequence[Prompt], ending: str | None = None) -> ScoreArgs:
     """Returns the client's arguments for prompts with completions, either all texts or all lists of messages.
 
-    Appends `suffix` to each text. Equal prompts form one group, also across calls and processes. Raises InvalidRequest
-    for a sample that is neither, or of another kind than the first one.
+    Completes each text with `ending`, without doubling what it has of that. Equal prompts form one group, also across
+    calls and processes. Raises InvalidRequest for a sample that is neither, or of another kind than the first one.
     """
     pairs = list(zip(prompts, completions, strict=True))
     is_text = not pairs or isinstance(pairs[0][0], str)
@@ -99,7 +187,7 @@ def make_samples(prompts: Sequence[Prompt], completions: Sequence[Prompt], suffi
                 )
     groups = prompt_groups([repr(prompt) for prompt in prompts])
     if is_text:
-        texts = [f"{prompt}{completion}{suffix}" for prompt, completion in pairs]
+        texts = [f"{prompt}{ended(str(completion), ending or '')}" for prompt, completion in pairs]
         return {"texts": texts, "prompts": [str(prompt) for prompt in prompts], "groups": groups}
     return {"messages": [[*prompt, *completion] for prompt, completion in pairs], "groups": groups}
 

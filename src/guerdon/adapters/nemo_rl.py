@@ -83,7 +83,7 @@ class EnvironmentSettings:
     url: str | Sequence[str]
     model: str = "reward_model"
     send: str = "messages"
-    suffix: str = ""
+    ending: str | None = None
     labels: str | None = None
     timeout_s: float = TIMEOUT_S
 
@@ -107,7 +107,7 @@ class EnvironmentSettings:
         if self.send == "texts":
             texts = [[message["content"] for message in plain(talk)] for talk in talks]
             prompts, completions = ["".join(text[:-1]) for text in texts], [text[-1] for text in texts]
-        samples = make_samples(prompts, completions, self.suffix)
+        samples = make_samples(prompts, completions, self.ending)
         return samples if self.labels is None else {**samples, "labels": [entry[self.labels] for entry in metadata]}
 
     def warn_of_templates(self, talk: MessageLog) -> None:
@@ -123,10 +123,11 @@ class RewardEnvironment:
     """Ends every episode after one turn, with the reward of the whole conversation; may be called from any thread."""
 
     def __init__(self, cfg: Mapping[str, Any]) -> None:
-        """`cfg` is its part of the YAML's `env`: `url` (or several), `model`, `timeout_s`, `send`, `suffix`, `labels`.
+        """`cfg` is its part of the YAML's `env`: `url` (or several), `model`, `timeout_s`, `send`, `ending`, `labels`.
 
         `send: messages`, the default, has the server apply the reward model's chat template. `send: texts` scores the
-        concatenated contents and `suffix`: for prompts that already have a template, as from NeMo-RL's own processors.
+        concatenated contents, for prompts that already have a template, as from NeMo-RL's own processors. Those that
+        the served model's template has made end as it ends an answer; `ending` replaces that.
         `labels` is the key of each sample's metadata to send to models that take labels. Raises ConfigError for
         invalid settings.
         """
@@ -143,7 +144,8 @@ class RewardEnvironment:
         if self._first_step.acquire(blocking=False):
             self._settings.warn_of_templates(message_log_batch[0])
         samples = self._settings.make_samples(message_log_batch, metadata)
-        rewards = self._judge.score(**samples).raise_for_failed().rewards
+        completes = self._settings.ending is None
+        rewards = self._judge.score(completes=completes, **samples).raise_for_failed().rewards
         nothing = [None] * len(rewards)
         return EnvironmentReturn(
             [{"role": "environment", "content": f"Environment: {reward}"} for reward in rewards],

@@ -15,8 +15,8 @@ from typing import Any
 
 from guerdon.adapters.judge import TIMEOUT_S, judge, named_components
 from guerdon.client.reward_client import ScoreArgs
+from guerdon.endings import ended
 from guerdon.errors import GuerdonError
-from guerdon.messages import ended
 from guerdon.wire.score_tensors import prompt_groups
 
 log = logging.getLogger(__name__)
@@ -30,10 +30,14 @@ class RewardFunction:
         url: str | Sequence[str],
         model: str = "reward_model",
         *,
-        ending: str = "",
+        ending: str | None = "",
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """Completes each text with `ending`, such as ChatML's; a call fails after `timeout_s`."""
+        """Completes each text with `ending`, None for that of the served model's chat template.
+
+        By default it adds nothing, because OpenRLHF trains its own reward models on whole turns without what a template
+        may write behind the EOS. A call fails after `timeout_s`.
+        """
         self._judge, self._ending = judge(url, model, timeout_s), ending
 
     def __call__(self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]) -> dict[str, Any]:
@@ -44,12 +48,12 @@ class RewardFunction:
         """
         if not len(queries):
             return {"rewards": [], "scores": [], "extra_logs": {}}
-        texts = [ended(query, self._ending) for query in queries]
+        texts = [ended(query, self._ending or "") for query in queries]
         samples: ScoreArgs = {"texts": texts, "labels": labels if len(labels) else None}
         if len(prompts):
             samples |= {"prompts": prompts, "groups": prompt_groups(list(prompts))}
         try:
-            scores = self._judge.score(**samples)
+            scores = self._judge.score(completes=self._ending is None, **samples)
             rewards = scores.raise_for_failed().rewards.tolist()
         except GuerdonError as e:
             log.error("no reward: %s", e)

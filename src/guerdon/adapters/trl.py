@@ -13,6 +13,8 @@ from typing import Any
 from guerdon.adapters.judge import TIMEOUT_S, Prompt, finite_mean, judge, make_samples, named_components, none_for_nan
 from guerdon.client import Scores
 from guerdon.client.reward_client import ScoreArgs
+from guerdon.endings import ended
+from guerdon.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -27,23 +29,28 @@ class RewardFunction:
         *,
         name: str | None = None,
         labels: str | None = None,
-        suffix: str = "",
+        ending: str | None = None,
         eos_token_id: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         """TRL logs the rewards under `name`, by default the model's.
 
-        The data set's column `labels` goes to models that take labels. `suffix` is appended to each completion that is
-        a text, such as the EOS that TRL strips; with `eos_token_id` only to those whose ids end with it, which were not
-        truncated. The server formats conversations. A call fails after `timeout_s`.
+        The data set's column `labels` goes to models that take labels. The server formats conversations. Texts that the
+        served model's chat template has made end as it ends an answer; `ending` replaces that, such as the EOS that TRL
+        strips, for models that were trained without a template. With `eos_token_id` it is appended only to completions
+        whose ids end with that, which were not truncated. A call fails after `timeout_s`. Raises ConfigError for an
+        `eos_token_id` without `ending`.
         """
+        if eos_token_id is not None and not ending:
+            raise ConfigError("eos_token_id is given, and no ending", "give ending, the text of that token")
         self.__name__ = name or model
         self._judge, self._labels = judge(url, model, timeout_s), labels
-        self._suffix, self._eos_token_id = suffix, eos_token_id
+        self._ending, self._eos_token_id = ending, eos_token_id
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Prompt], **columns: Any) -> list[float | None]:
         """Returns each completion's reward, None if it failed; raises GuerdonError if the server cannot be reached."""
-        return self._log_and_return(self._judge.score(**self._make_samples(prompts, completions, columns)), columns)
+        samples = self._make_samples(prompts, completions, columns)
+        return self._log_and_return(self._judge.score(completes=self._ending is None, **samples), columns)
 
     def _make_samples(
         self, prompts: Sequence[Prompt], completions: Sequence[Prompt], columns: dict[str, Any]
@@ -52,13 +59,12 @@ class RewardFunction:
         return samples if self._labels is None else {**samples, "labels": columns[self._labels]}
 
     def _ended(self, completions: Sequence[Prompt], columns: dict[str, Any]) -> list[Prompt]:
-        """Returns the completions; those that are texts and were not truncated end with the suffix."""
-        eos = self._eos_token_id
-        has_ended = (
-            [True] * len(completions) if eos is None else [[*ids][-1:] == [eos] for ids in columns["completion_ids"]]
-        )
+        """Returns the completions; those that are texts and were not truncated end with `ending`, if that is given."""
+        ending, eos = self._ending or "", self._eos_token_id
+        ids = completions if eos is None else columns["completion_ids"]
+        has_ended = [eos is None or [*row][-1:] == [eos] for row in ids]
         return [
-            completion + self._suffix if isinstance(completion, str) and ends else completion
+            ended(completion, ending) if isinstance(completion, str) and ends else completion
             for completion, ends in zip(completions, has_ended, strict=True)
         ]
 
@@ -81,9 +87,8 @@ class AsyncRewardFunction(RewardFunction):
         self, prompts: Sequence[Prompt], completions: Sequence[Prompt], **columns: Any
     ) -> list[float | None]:
         """Returns what `RewardFunction` returns."""
-        return self._log_and_return(
-            await self._judge.score_async(**self._make_samples(prompts, completions, columns)), columns
-        )
+        samples = self._make_samples(prompts, completions, columns)
+        return self._log_and_return(await self._judge.score_async(completes=self._ending is None, **samples), columns)
 
     # inspect.iscoroutinefunction, which most versions of TRL call, recognises an object as an async function by these.
     __code__ = __call__.__code__

@@ -10,6 +10,7 @@ TLS set grpcs://host:port/model. Its key comes from GUERDON_API_KEY, or from x:K
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ import numpy as np
 from guerdon.adapters.judge import TIMEOUT_S
 from guerdon.client import RetryPolicy, RewardClient, Scores
 from guerdon.client.calls import Call
+from guerdon.endings import Ending
 from guerdon.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from guerdon.local import LocalRewardModel
 
 __all__ = ["RewardFunction", "create_reward_fn"]
+
+log = logging.getLogger(__name__)
 
 _DEFAULT_TOKENIZER = "gpt2"
 _MAX_KEPT = 100_000
@@ -151,12 +155,25 @@ class TextScorer:
     ) -> None:
         self.client = client
         self._tokenizer, self._max_length, self._batch_size = tokenizer, max_length, batch_size
-        # A custom tokenizer may have no vocabulary to compare.
-        self._is_checked = not (isinstance(client, InputIdsClient) and hasattr(tokenizer, "get_added_vocab"))
+        self._is_checked = self._has_warned = False
+        self._ending: Ending | None = None
 
     def score_samples(self, samples: Sequence[str]) -> Scores:
-        """Appends an EOS to each sample and scores it at its first EOS; raises if a sample gets no reward."""
+        """Appends an EOS to each sample and scores it at its first EOS; raises if a sample gets no reward.
+
+        Samples that the reward model's chat template has made end as it ends an answer, and are scored there: it may
+        write an EOS behind every turn.
+        """
         self._check_tokenizer()
+        whole = [] if self._ending is None else [self._ending.complete(sample) for sample in samples]
+        if whole and None not in whole:
+            return self.client.score(tokens=self._rows(whole, add_special_tokens=False)).raise_for_failed()
+        if whole and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "the chat template of the reward model has not made the sample %r: it is scored at an EOS behind it",
+                samples[whole.index(None)][:80],
+            )
         eos = self._tokenizer.eos_token_id
         rows = self._rows([sample + self._tokenizer.eos_token for sample in samples])
         if isinstance(self.client, InputIdsClient):
@@ -186,11 +203,14 @@ class TextScorer:
         if self._is_checked:
             return
         try:
-            theirs = reported(self.client.config())
+            config = self.client.config()
         except (Unavailable, DeadlineExceeded):
             raise
         except GuerdonError:  # not every server has configurations; any other fault fails the scores as well
-            theirs = ""
+            config = {}
+        self._ending = Ending.reported(config)
+        # A custom tokenizer may have no vocabulary to compare.
+        theirs = reported(config) if hasattr(self._tokenizer, "get_added_vocab") else ""
         if theirs and (why := difference(identity(self._tokenizer), theirs)) is not None:
             raise ConfigError(
                 f"the tokenizer is not that of the reward model of {self.client}: {why}",
@@ -198,9 +218,9 @@ class TextScorer:
             )
         self._is_checked = True
 
-    def _rows(self, texts: Sequence[str]) -> list[list[int]]:
+    def _rows(self, texts: Sequence[Any], **settings: bool) -> list[list[int]]:
         """Returns the last `max_length` token ids of each text."""
-        rows = self._tokenizer(list(texts))["input_ids"]
+        rows = self._tokenizer(list(texts), **settings)["input_ids"]
         return rows if self._max_length is None else [row[-self._max_length :] for row in rows]
 
 

@@ -88,19 +88,20 @@ def compute_score(
     url: str | Sequence[str],
     model: str = "reward_model",
     prompt_key: str = "prompt",
-    suffix: str = "",
+    ending: str | None = None,
     timeout_s: float = TIMEOUT_S,
     **by_verl: Any,
 ) -> dict[str, float]:
     """Returns `score`, the reward, and each component, of which verl keeps a column each.
 
-    The prompt is `extra_info[prompt_key]`: a text, to which the response and `suffix` are appended, such as the EOS
-    that verl strips; or messages, which the server formats. A last message of the assistant's begins the response.
+    The prompt is `extra_info[prompt_key]`: messages, which the server formats, or a text, to which the response is
+    appended. A last message of the assistant's begins the response. A text that the served model's chat template has
+    made ends as it ends an answer; `ending` replaces that, such as the EOS that verl strips.
     `ground_truth` goes to models that take labels. Raises SampleFailed without a reward, and GuerdonError if the
     server cannot be reached within `timeout_s`.
     """
-    sample = _make_sample(solution_str, ground_truth, extra_info or {}, prompt_key, suffix, by_verl)
-    return _flatten(judge(url, model, timeout_s).score(**sample))
+    sample = _make_sample(solution_str, ground_truth, extra_info or {}, prompt_key, ending, by_verl)
+    return _flatten(judge(url, model, timeout_s).score(completes=ending is None, **sample))
 
 
 async def compute_score_async(
@@ -112,28 +113,30 @@ async def compute_score_async(
     url: str | Sequence[str],
     model: str = "reward_model",
     prompt_key: str = "prompt",
-    suffix: str = "",
+    ending: str | None = None,
     timeout_s: float = TIMEOUT_S,
     **by_verl: Any,
 ) -> dict[str, float]:
     """Returns what `compute_score` returns, without a thread for each sample under way."""
-    sample = _make_sample(solution_str, ground_truth, extra_info or {}, prompt_key, suffix, by_verl)
-    return _flatten(await judge(url, model, timeout_s).score_async(**sample))
+    sample = _make_sample(solution_str, ground_truth, extra_info or {}, prompt_key, ending, by_verl)
+    return _flatten(await judge(url, model, timeout_s).score_async(completes=ending is None, **sample))
 
 
-def _make_sample(response: str, label: Any, about: Mapping[str, Any], key: str, suffix: str, more: Any) -> ScoreArgs:
-    refuse_unknown(more.keys() - _OF_VERL, "reward_kwargs.", "url, model, prompt_key, suffix, timeout_s")
+def _make_sample(
+    response: str, label: Any, about: Mapping[str, Any], key: str, ending: str | None, more: Any
+) -> ScoreArgs:
+    refuse_unknown(more.keys() - _OF_VERL, "reward_kwargs.", "url, model, prompt_key, ending, timeout_s")
     if key not in about:
         raise InvalidRequest(
             f"extra_info has no {key!r}, only {', '.join(about) or 'nothing'}: write the prompt there when "
             "you make the data set, or name its key by reward_kwargs.prompt_key"
         )
-    return _to_args(about[key], response, label, suffix)
+    return _to_args(about[key], response, label, ending)
 
 
-def _to_args(prompt: Any, response: str, label: Any, suffix: str = "") -> ScoreArgs:
+def _to_args(prompt: Any, response: str, label: Any, ending: str | None = None) -> ScoreArgs:
     completion: Prompt = response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]
-    sample: ScoreArgs = {**make_samples([prompt], [completion], suffix), "labels": [label]}
+    sample: ScoreArgs = {**make_samples([prompt], [completion], ending), "labels": [label]}
     return sample if isinstance(prompt, str) else {**sample, "messages": [answered(prompt, response)]}
 
 

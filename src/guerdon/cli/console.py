@@ -14,11 +14,17 @@ from guerdon import errors
 from guerdon.core import ModelInfo
 from guerdon.critic_core import CriticState
 from guerdon.distributed.ranks import num_started
+from guerdon.endings import Ending
 from guerdon.errors import ConfigError, Exit, GuerdonError, StartError, install_command
 from guerdon.server import logs
 from guerdon.server.logs import JsonLines, LogFormat, OneLine
 from guerdon.settings.config import CriticConfig
 from guerdon.wire.signature import lacks_tokenizer
+
+NEEDS_ENDING = (
+    "conversations get it, texts need it: guerdon's functions for TRL, verl, AReaL, NeMo-RL and trlX, and slime's "
+    "/reward, append it; OpenRLHF's does with ending=None, /get_reward with ?ending=true"
+)
 
 Style = Literal["bold", "faint", "red", "green", "yellow", "cyan"]
 
@@ -69,6 +75,17 @@ def describe_model(info: ModelInfo) -> str:
 def describe_proofs(info: ModelInfo) -> str:
     """Returns what the start has proved of a model, in one line."""
     return f"{info.name}, proved: {'; '.join(info.proofs)}"
+
+
+def describe_ending(info: ModelInfo) -> str:
+    """Returns how the model's chat template ends an answer, and who has to append it; empty without a template."""
+    ending = Ending.parse(info.ending)
+    if ending is None:
+        return ""
+    what = f"{info.name}: the chat template ends an answer with {ending}"
+    if info.kind == "teacher":
+        return f"{what}; of a conversation's answer these are asked as well, of a text behind messages they are not"
+    return f"{what}; {NEEDS_ENDING}"
 
 
 def describe_places(places: Mapping[str, Iterable[str]]) -> str:
@@ -126,8 +143,22 @@ def set_format(log_format: LogFormat) -> None:
     _format = log_format
 
 
-def set_up_logging(log_level: str, log_format: LogFormat = "text") -> None:
-    """Sets up the log, and adds the working directory to the module search path."""
+class _Once(logging.Filter):
+    """Passes the first of all records with the same message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[tuple[str, str]] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        key = record.name, str(record.msg)
+        is_new = key not in self._seen
+        self._seen.add(key)
+        return is_new
+
+
+def set_up_logging(log_level: str, log_format: LogFormat = "text", *, once: bool = False) -> None:
+    """Sets up the log, each message `once` at most, and adds the working directory to the module search path."""
     set_format(log_format)
     rank, level = "", log_level.upper()
     if num_started() > 1:
@@ -140,6 +171,8 @@ def set_up_logging(log_level: str, log_format: LogFormat = "text") -> None:
         if log_format == "json"
         else OneLine(f"%(asctime)s %(levelname)s{rank} %(name)s: %(message)s")
     )
+    if once:
+        handler.addFilter(_Once())
     logging.basicConfig(level=level, handlers=[handler])
     for chatty in ("httpx", "httpcore", "urllib3", "huggingface_hub"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

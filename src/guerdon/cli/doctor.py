@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import re
@@ -15,9 +16,11 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from packaging.specifiers import SpecifierSet
 
+from guerdon.cli.console import NEEDS_ENDING
 from guerdon.cli.doctor_model import examine_model, is_model
 from guerdon.cli.findings import Finding, note, ok, problem, report
 from guerdon.cli.installed import (
@@ -32,6 +35,7 @@ from guerdon.cli.installed import (
 from guerdon.client import Credentials
 from guerdon.client.addresses import Address, addresses
 from guerdon.client.http_transport import fetch, fetch_json
+from guerdon.endings import Ending
 from guerdon.errors import ConfigError, Exit, Forbidden, GuerdonError, Unauthenticated, install_command
 from guerdon.settings.access import (
     KEYS_VARIABLE,
@@ -119,6 +123,16 @@ def _examine_http(address: Address) -> Iterator[Finding]:
         name, state, reason = (str(model.get(key, "")) for key in ("name", "state", "reason"))
         yield _model(subject, name, state, reason, more.get(name, ""))
         yield from _failures(subject, name, text)
+        if state == "READY":
+            yield from _ending(subject, name, _config(address, name))
+
+
+def _config(address: Address, model: str) -> dict[str, Any]:
+    """Returns the model's configuration; empty if the server has none of it, as of a critic's operations elsewhere."""
+    try:
+        return fetch_json(address, f"/v2/models/{quote(model, safe='')}/config", dict)
+    except GuerdonError:
+        return {}
 
 
 def _examine_grpc(address: Address) -> Iterator[Finding]:
@@ -151,6 +165,11 @@ def _examine_grpc(address: Address) -> Iterator[Finding]:
             yield _version(subject, about.name, about.version)
             for model in stub.RepositoryIndex(pb.RepositoryIndexRequest(), **options).models:
                 yield _model(subject, model.name, model.state, model.reason, "")
+                if model.state == "READY":
+                    with contextlib.suppress(grpc.RpcError):  # another server may have no configurations
+                        found = stub.ModelConfig(pb.ModelConfigRequest(name=model.name), **options).config.parameters
+                        config = {"parameters": {key: {"string_value": found[key].string_value} for key in found}}
+                        yield from _ending(subject, model.name, config)
         except grpc.RpcError as e:
             code, refused = e.code().name, ("UNAUTHENTICATED", "PERMISSION_DENIED")
             remedy = _KEY if code in refused else "check that this is a gRPC port, its TLS (grpcs://), and the host"
@@ -173,6 +192,12 @@ def _model(subject: str, name: str, state: str, reason: str, more: str) -> Findi
         return ok(subject, f"model {name} is ready{more and ': ' + more}")
     remedy = f"an admin may load it: POST /v2/repository/models/{name}/load" if reason == "unloaded" else _READY
     return note(subject, f"model {name} is {state.lower() or 'unknown'}{reason and ': ' + reason}", remedy)
+
+
+def _ending(subject: str, name: str, config: dict[str, Any]) -> Iterator[Finding]:
+    """Says how the model's chat template ends an answer, if its configuration does."""
+    if (ending := Ending.reported(config)) is not None:
+        yield ok(subject, f"model {name}: the chat template ends an answer with {ending}; {NEEDS_ENDING}")
 
 
 def _metrics(address: Address) -> str:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from guerdon.cli.console import NEEDS_ENDING
 from guerdon.cli.findings import Finding, note, ok, problem
+from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.errors import CheckpointError, InvalidRequest, StartError
 from guerdon.settings.config import LanguageModelConfig, ModelConfig
 
@@ -94,6 +96,8 @@ def _examine_text(model: str, engine: Engine) -> Iterator[Finding]:
         yield note(f"{model}, tokenizer", f"none; {specials}", "clients must send token ids; copy a tokenizer for text")
     else:
         yield _tokenizer_finding(model, encoder.takes_messages, specials)
+        if encoder.takes_messages:
+            yield from _examine_ending(model, encoder, NEEDS_ENDING)
     if head.rule:
         subject, text = f"{model}, reward", f"read from: {head.rule}"
         if head.pooling == "last_non_pad" and head.pad_token_id in eos:
@@ -128,28 +132,20 @@ def _examine_policy(model: str, policy: LoadedPolicy) -> Iterator[Finding]:
     else:
         yield _tokenizer_finding(model, policy.info.takes_messages, specials)
     if policy.info.takes_messages:
-        yield from _examine_ending(model, policy.tokenizer)
+        yield from _examine_ending(model, TextEncoder(policy.tokenizer), "an actor appends it to texts and token ids")
     yield from _examine_memory(model, policy.model, True)
 
 
-def _examine_ending(model: str, tokenizer: Any) -> Iterator[Finding]:
-    from guerdon.actor.prompts import find_ending
-    from guerdon.engine.checkpoint.text import TextEncoder
-
-    subject, conversation = f"{model}, endings", [{"role": "user", "content": "Hello"}]
-    encoder = TextEncoder(tokenizer)
-    (prompt,) = encoder.render_prompts([conversation])
-    found = prompt if isinstance(prompt, InvalidRequest) else find_ending(encoder, tokenizer, conversation, prompt)
-    if isinstance(found, InvalidRequest):
-        yield note(subject, str(found), "an actor sends answers as they are: set the suffix of its remote reward model")
+def _examine_ending(model: str, encoder: TextEncoder, who: str) -> Iterator[Finding]:
+    """Says how the chat template ends an answer; `who` appends it, or what happens instead."""
+    subject, ending = f"{model}, endings", encoder.ending()
+    if isinstance(ending, InvalidRequest):
+        help_text = "answers are sent as they are: append what the model was trained with, by `ending` of the adapters"
+        yield note(subject, str(ending), help_text)
         return
-    yield ok(
-        subject,
-        f"an answer ends with {found.text!r} if an actor sends text, with {found.tokens.tolist()} if it sends tokens, "
-        "and as the reward model's template has it if it sends messages",
-    )
-    if found.differs:
-        yield note(f"{subject}, differences", found.differs, "send: messages lets the reward model's template decide")
+    yield ok(subject, f"the chat template ends an answer with {ending}; {who}")
+    if ending.differs:
+        yield note(f"{subject}, differences", ending.differs, "send messages: the reward model's template then decides")
 
 
 def _examine_memory(model: str, module: Any, is_causal: bool) -> Iterator[Finding]:

@@ -206,6 +206,8 @@ def _serve(config: ServerConfig) -> int:
                 console.say(console.describe_model(info))
                 if info.proofs:
                     console.say(console.describe_proofs(info))
+                if ending := console.describe_ending(info):
+                    console.say(ending)
         if len(service.loops.places) > 1:
             console.say(console.describe_places(service.loops.places))
         if critic:
@@ -311,7 +313,7 @@ def run_score(args: argparse.Namespace) -> int:
         console.require_grpc(args.server)
         scorer: Any = RewardClient(args.server, model=flags.get("name", ModelConfig.name))
     else:
-        console.set_up_logging("warning")
+        console.set_up_logging("warning", once=True)  # a function may fail on every row; the summary counts these
         console.require_modules("torch")
         if progress:  # at once: torch's import takes seconds
             sys.stderr.write(f"loading {args.model}\n")

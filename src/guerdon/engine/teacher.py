@@ -63,6 +63,7 @@ class TeacherEngine(LanguageEngine):
             takes_prompts=self.encoder is not None,
             vocabulary="" if self.encoder is None else self.encoder.all_tokens_digest(),
             tokenizer="" if self.encoder is None else self.encoder.identity(),
+            ending="" if self.encoder is None else self.encoder.reported_ending(),
         )
         self._exporting = threading.Lock()
         self._head_file: HeadFile | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as ListLike
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from guerdon.core import Message, ModelInfo, ScoreRequest, Sequence, Truncation, common_prefix
+from guerdon.endings import Ending
 from guerdon.errors import InvalidRequest
 from guerdon.judge_core import Plan, Sample
 from guerdon.messages import before_response, response
@@ -24,6 +26,8 @@ from guerdon.teacher_core import MAX_ANSWER_BYTES
 from guerdon.wire.signature import why_no_text
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 INLINE_BYTES = 1 << 20
 """Work on more bytes runs in a thread."""
@@ -50,6 +54,7 @@ class Reader:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="guerdon-tokenise")
         self._turns = FairTurns(_NUM_THREADS)
+        self._warned: set[ModelInfo] = set()
 
     def close(self) -> None:
         """Ends the threads; cancels what waits for them."""
@@ -100,9 +105,10 @@ class Reader:
                 if _is_apart(request, served.info):
                     rows, lengths = await self._read_joined(served, request, client)
                 else:
-                    rows = await self._read_text(served, request, cut, client)
+                    ended = await self._ended(served.info, request, client)
+                    rows = await self._read_text(served, ended, cut, client)
                     if cut is not None:
-                        rows = await self._fail_lost(served, request, rows, cut, client)
+                        rows = await self._fail_lost(served, ended, rows, cut, client)
             if entry.served is served:
                 break  # else another model has taken its place, whose tokenizer may be another
         if lengths is not request.prompt_lengths:
@@ -206,6 +212,28 @@ class Reader:
             if whole > most and kept >= full[i]:
                 made[i] = truncating.nothing_left(cut)
         return made
+
+    async def _ended(self, info: ModelInfo, request: ScoreRequest, client: str) -> ScoreRequest:
+        """Ends texts as a reward model's chat template ends an answer, if the request asks for it; else warns once."""
+        ending = Ending.parse(info.ending) if "rewards" in info.outputs and request.texts is not None else None
+        if ending is None or not (request.completes or info not in self._warned):
+            return request
+        texts = request.texts or []
+        prompts = request.prompts or [""] * len(texts)
+        made = await self._run_in_parts(
+            client, [*zip(texts, prompts, strict=True)], lambda some: [ending.complete(*pair) for pair in some]
+        )
+        if request.completes:
+            return _with_texts(request, ending.start, made)
+        if any(whole not in (text, None) for text, whole in zip(texts, made, strict=True)):
+            self._warned.add(info)
+            log.warning(
+                "%s: a text that its chat template has made does not end with %r as the template ends an answer: "
+                "its score is not that of the conversation; append the ending, or send messages",
+                info.name,
+                ending.text,
+            )
+        return request
 
     async def _read_for_judge(
         self, judge: Judge, request: ScoreRequest, client: str
@@ -347,6 +375,21 @@ def find_splits(
         return len(prompt) if text.startswith(prompt) else _other_prompt(info)
 
     return [split(text, prompt) for text, prompt in zip(request.texts or (), request.prompts, strict=True)]
+
+
+def _with_texts(request: ScoreRequest, start: str, made: ListLike[str | None]) -> ScoreRequest:
+    """Returns the request with the texts that are made anew; `start` may be new before them and before their prompts."""
+    texts = request.texts or []
+    before = [
+        start if whole is not None and not text.startswith(start) else "" for text, whole in zip(texts, made, strict=True)
+    ]
+    return dataclasses.replace(
+        request,
+        texts=[text if whole is None else whole for text, whole in zip(texts, made, strict=True)],
+        prompts=request.prompts and [new + prompt for new, prompt in zip(before, request.prompts, strict=True)],
+        splits=request.splits
+        and [None if at is None else at + len(new) for new, at in zip(before, request.splits, strict=True)],
+    )
 
 
 def _other_prompt(info: ModelInfo) -> InvalidRequest:

@@ -198,6 +198,7 @@ def _info(config: RewardConfig, infos: ListLike[ModelInfo]) -> ModelInfo:
     has_one_vocabulary = len(vocab_sizes) <= 1 and len(eos_token_ids) <= 1
     has_one_vocabulary &= not any(difference(tokenizers[0], other) for other in tokenizers[1:])
     names = tuple(info.name for info in infos)
+    endings = {info.ending for info in infos if info.ending}
     return ModelInfo(
         config.name,
         "sum",
@@ -215,6 +216,7 @@ def _info(config: RewardConfig, infos: ListLike[ModelInfo]) -> ModelInfo:
         weights_version=_version(names, [info.weights_version for info in infos]),
         path="sum",
         tokenizer=tokenizers[0] if tokenizers and has_one_vocabulary else "",
+        ending=endings.pop() if len(endings) == 1 else "",
         why=" + ".join(f"{part.weight:g} {part.model}" for part in config.components),
     )
 

@@ -138,7 +138,8 @@ def config(info: Info, max_batch_size: int) -> ModelConfig:
 
     `max_batch_size` is the most samples of one request. Clients ask for every output listed here, so those that only
     our own clients read are missing; asking for `errors` would change how a failed row is reported. The parameter
-    `tokenizer` identifies the vocabulary (see `vocabulary.identity`); it is missing if unknown. `proofs` are lines.
+    `tokenizer` identifies the vocabulary (see `vocabulary.identity`), `ending` tells how the chat template writes an
+    answer (see `endings.Ending`); each is missing if unknown. `proofs` are lines.
     """
 
     def entries(specs: Iterable[Spec], **more: Any) -> list[dict[str, Any]]:
@@ -150,7 +151,8 @@ def config(info: Info, max_batch_size: int) -> ModelConfig:
     must_have = isinstance(info, OperationInfo) and _is_on_rows(info.operation)
     parameters = {}
     if isinstance(info, ModelInfo):
-        parameters = {"pooling": info.pooling, "tokenizer": info.tokenizer, "proofs": "\n".join(info.proofs)}
+        parameters = {name: getattr(info, name) for name in ("pooling", "tokenizer", "ending")}
+        parameters["proofs"] = "\n".join(info.proofs)
     return {
         "name": info.name,
         "platform": PLATFORM,

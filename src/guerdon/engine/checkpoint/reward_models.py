@@ -298,4 +298,5 @@ def describe(
         vocabulary="" if encoder is None else encoder.all_tokens_digest(),
         tokenizer="" if encoder is None else encoder.identity(),
         proofs=() if encoder is None else encoder.proofs,
+        ending="" if encoder is None else encoder.reported_ending(),
     )

@@ -14,6 +14,7 @@ import numpy as np
 
 from guerdon.core import Message, Sequence, Truncation
 from guerdon.distributed.computing import trim
+from guerdon.endings import Ending, find_ending
 from guerdon.engine.checkpoint import cuts
 from guerdon.engine.checkpoint.pair_template import PairTemplate, longest_first
 from guerdon.engine.checkpoint.token_texts import UNFINISHED, TokenTexts
@@ -76,6 +77,15 @@ class TextEncoder:
     def identity(self) -> str:
         """Returns what ids mean to the tokenizer, as `guerdon.vocabulary` compares it."""
         return identity(self._tokenizer)
+
+    def ending(self) -> Ending | InvalidRequest:
+        """Returns how the chat template writes an answer; an error if there is none, or if it cannot be found."""
+        return find_ending(self, self._tokenizer)
+
+    def reported_ending(self) -> str:
+        """Returns the ending as `ModelInfo` states it."""
+        found = self.ending()
+        return "" if isinstance(found, InvalidRequest) else found.to_json()
 
     @classmethod
     def load(cls, folder: Path, *, warns: bool = True) -> TextEncoder | None:

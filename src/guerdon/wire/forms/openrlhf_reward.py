@@ -18,9 +18,13 @@ from guerdon.wire.score_tensors import prompt_groups, scores_of
 
 
 class GetRewardUrl(Url, kw_only=True, forbid_unknown_fields=True):
-    """`extra_logs=false` leaves the components out, at which OpenRLHF 0.8.3 to 0.8.11 would stop."""
+    """`extra_logs=false` leaves the components out, at which OpenRLHF 0.8.3 to 0.8.11 would stop.
+
+    `ending=true` ends texts that the model's chat template has made as it ends an answer.
+    """
 
     extra_logs: Switch = None
+    ending: Switch = None
 
 
 class GetRewardBody(Body, kw_only=True):
@@ -52,7 +56,10 @@ def _get_reward(body: GetRewardBody, url: GetRewardUrl) -> FormRequest:
         logs = {name: [one[name] for one in components] for name in (components[0] if components else ())}
         return GetRewardReply(rewards, rewards, logs)
 
-    return FormRequest(body.model or "", None if body.query == [] else _to_request(body), to_reply)
+    request = None if body.query == [] else _to_request(body)
+    if request is not None:
+        request.completes = url.ending == "true"
+    return FormRequest(body.model or "", request, to_reply)
 
 
 FORMS = {

@@ -16,6 +16,7 @@ from guerdon.wire.forms.form import (
     Conversation,
     Form,
     FormRequest,
+    Switch,
     Text,
     Url,
     check_conversation,
@@ -28,8 +29,12 @@ from guerdon.wire.score_tensors import scores_of
 
 
 class RewardUrl(Url, kw_only=True, forbid_unknown_fields=True):
-    """With `key`, as `--reward-key` of slime names it, the reply is an object that has the number under that name."""
+    """With `key`, as `--reward-key` of slime names it, the reply is an object that has the number under that name.
 
+    `ending=false` scores a text prompt and its response as they are, without the ending of the model's chat template.
+    """
+
+    ending: Switch = None
     key: Annotated[str, Meta(extra_json_schema={"not": {"const": "components"}})] = ""
 
 
@@ -49,6 +54,7 @@ def _reward(body: RewardBody, url: RewardUrl) -> FormRequest:
         raise InvalidRequest("the URL has key=components, where a sum's parts stand; name another key")
     if isinstance(body.prompt, str):
         request = pair_samples([body.prompt], [body.response])
+        request.completes = url.ending != "false"
     else:
         request = of_conversation(answered(check_conversation(body.prompt, "prompt"), body.response))
     request.labels = None if body.label is UNSET else [body.label]
