@@ -128,6 +128,21 @@ def test_closing_ends_what_is_under_way(summing: LocalRewardModel) -> None:
     summing.close()
 
 
+def test_cancelled_futures_and_a_close_leave_no_noise(
+    summing: LocalRewardModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    futures = [summing.submit(tokens=[[scorers.WAITS, i]]) for i in range(50)]
+    wait_until(lambda: bool(scorers.calls))
+    summing._loop.call_soon_threadsafe(scorers.hold.wait)  # so that it closes before a cancellation comes through
+    assert all(future.cancel() for future in futures[10:])
+    threading.Timer(0.1, scorers.hold.set).start()
+    summing.close()
+    wait(futures, timeout=60)
+    del futures
+    gc.collect()
+    assert not caplog.records  # asyncio logs each error that nobody has looked at
+
+
 def test_it_closes_by_itself_and_not_before_what_it_was_asked() -> None:
     scorers.hold.clear()
     before = set(threading.enumerate())

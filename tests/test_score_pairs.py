@@ -99,14 +99,15 @@ def test_a_second_run_draws_without_scoring(
     out, picture = tmp_path / "out.jsonl", tmp_path / "pairs.png"
     _, first = run("--server", server.http_url, pairs, "-o", out, capsys=capsys)
     scored = out.read_bytes()
-    dead = f"http://127.0.0.1:{served.free_port()}"
-    status, second = run("--server", dead, "--plot", picture, pairs, "-o", out, capsys=capsys)
+    status, second = run("--server", server.http_url, "--plot", picture, pairs, "-o", out, capsys=capsys)
     assert status == 0 and out.read_bytes() == scored
     assert "(13 rows from an earlier run)" in second
     *told, note = first.splitlines()
     assert note.startswith("note: the model has a chat template") and "--template" in note
     assert second.splitlines()[1:] == told[1:]
     assert picture.read_bytes().startswith(PNG) and picture.stat().st_size > 20_000
+    dead = f"http://127.0.0.1:{served.free_port()}"  # which cannot say whose rewards these are
+    assert run("--server", dead, pairs, "-o", out, capsys=capsys)[0] == 1
 
 
 def test_failed_samples_fail_their_pairs_and_resume_with_them(server: RunningServer, tmp_path: Path) -> None:

@@ -109,6 +109,8 @@ class _LocalModel:
             return asyncio.run_coroutine_threadsafe(self._ask(call), self._loop)
 
     async def _ask(self, call: Call[T]) -> T:
+        if (task := asyncio.current_task()) is not None:
+            task.add_done_callback(_retrieve)  # a future that the caller has cancelled does not
         info = self._info()
         sent = call.build(self.info(), call.timeout_s or _FOREVER_S)
         try:
@@ -229,6 +231,12 @@ class LocalTeacher(_LocalModel):
         if known is not None and known.digest == file.digest:
             return known
         return Head.from_file(b"".join(file.pieces()))
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Looks at the task's error, which asyncio would log otherwise."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _start(service: Service) -> None:

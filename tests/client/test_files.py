@@ -208,7 +208,9 @@ def test_prompts_and_labels_of_the_rows_go_with_them(tmp_path: Path) -> None:
     ]
     assert scorer.seen == whole
     score_file(scorer, source, tmp_path / "out.jsonl", progress=False, retry_failed=True)
-    assert scorer.seen[3:] == [{"prompts": ["p"], "labels": None}, whole[1]]
+    # Behind the first row, which is sent again because its weights are to be compared.
+    first = {"prompts": ["p", "p"], "labels": [42, 42]}
+    assert scorer.seen[3:] == [first, {"prompts": ["p"], "labels": None}, whole[1]]
 
 
 def test_neighbouring_rows_of_one_prompt_go_together(tmp_path: Path, service: Service, client: RewardClient) -> None:
@@ -230,10 +232,11 @@ def test_a_run_goes_on_after_its_last_whole_row(
     target.write_bytes(b"".join(lines[:40]) + cut)
     summary = score_file(client, source, target, progress=False)
     assert target.read_bytes() == whole.read_bytes()
-    assert len(service.seen) == 60
+    assert [request.texts for request in service.seen].count(["t0"]) == 1  # to learn the version of the weights
+    assert len(service.seen) == 61
     assert (summary.num_resumed, summary.num_rows, summary.num_failed) == (40, 100, 1)
     assert score_file(client, source, target, progress=False).num_resumed == 100
-    assert len(service.seen) == 60
+    assert len(service.seen) == 62
 
 
 def test_an_output_of_another_input_is_left_alone(tmp_path: Path, service: Service, client: RewardClient) -> None:
@@ -365,7 +368,8 @@ def test_failed_rows_stay_until_they_are_to_be_retried(tmp_path: Path, service: 
     source, target, whole = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     score_file(client, source, whole, progress=False)
     lines = whole.read_bytes().splitlines(keepends=True)
-    lines[2] = orjson_line(rows[2] | {"rewards": [None, 4.0], "errors": ["not finite", None]})
+    partly = {"rewards": [None, 4.0], "errors": ["not finite", None], "weights_version": "1"}
+    lines[2] = orjson_line(rows[2] | partly)
     lines[5] = orjson_line(rows[5] | {"rewards": [None, None], "errors": ["wrong", "wrong"]})
     target.write_bytes(b"".join(lines[:7]))
     assert score_file(client, source, target, progress=False).num_failed == 3
@@ -378,7 +382,7 @@ def test_failed_rows_stay_until_they_are_to_be_retried(tmp_path: Path, service: 
     service.seen.clear()
     assert score_file(client, source, target, progress=False, retry_failed=True).num_failed == 0
     # What the call before had sent already when it failed may be seen only now, a second time.
-    assert len({tuple(seen.texts) for seen in service.seen}) == 2
+    assert {tuple(seen.texts) for seen in service.seen} - {("p0a", "p0bc")} == {("p2a", "p2bc"), ("p5a", "p5bc")}
     assert target.read_bytes() == whole.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "whole.jsonl"]
 
@@ -402,6 +406,95 @@ def test_rows_of_other_weights_or_another_template_are_not_continued(
     score_file(client, source, target, progress=False, template=True)
     with pytest.raises(StartError, match="line 1: scored with --template"):
         score_file(client, source, target, progress=False)
+
+
+ROW, VERSIONLESS = {"text": "a", "rewards": [1.0], "weights_version": "1"}, {"text": "a", "rewards": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "now", "message"),
+    [
+        ([ROW, ROW], "2", "of weights 1, and the server has weights 2"),
+        ([ROW], "2", "of weights 1, and the server has weights 2"),
+        ([ROW, ROW | {"weights_version": "3"}], "1", "of weights 1, and line 2 of it has weights 3"),
+        ([ROW, VERSIONLESS], "1", "of weights 1, and line 2 of it has weights without a version"),
+        ([VERSIONLESS, ROW], "1", "of weights without a version, and line 2 of it has weights 1"),
+        ([VERSIONLESS, VERSIONLESS], "1", "of weights without a version, and the server has weights 1"),
+        ([ROW, ROW], "", "of weights 1, and the server has weights without a version"),
+        ([{"text": "a", "rewards": [None], "errors": ["no"]}, ROW], "2", "of weights 1, and the server has weights 2"),
+    ],
+)
+@pytest.mark.parametrize("retry_failed", [False, True])
+def test_every_row_names_the_weights_of_the_server(
+    rows: list[Any], now: str, message: str, retry_failed: bool, tmp_path: Path, service: Service, client: RewardClient
+) -> None:
+    source, target = write(tmp_path / "in.jsonl", [{"text": "a"}] * 2), write(tmp_path / "out.jsonl", rows)
+    service.weights_version, before = now, target.read_bytes()
+    with pytest.raises(StartError, match=message):
+        score_file(client, source, target, progress=False, retry_failed=retry_failed)
+    assert target.read_bytes() == before
+
+
+def test_rows_without_a_reward_need_no_version(tmp_path: Path, service: Service, client: RewardClient) -> None:
+    refused = {"text": "wrong", "rewards": [None], "errors": ["this is wrong"]}
+    source = write(tmp_path / "in.jsonl", [{"text": "wrong"}, {"text": "a"}])
+    target = write(tmp_path / "out.jsonl", [refused, ROW])
+    before = target.read_bytes()
+    assert score_file(client, source, target, progress=False).num_failed == 1
+    target.write_bytes(before.splitlines(keepends=True)[0])
+    assert score_file(client, source, target, progress=False).num_failed == 1
+    assert read(target) == [refused, ROW]
+
+
+def test_a_row_that_the_model_now_refuses_is_another_models(
+    tmp_path: Path, service: Service, client: RewardClient
+) -> None:
+    source, target = write(tmp_path / "in.jsonl", [{"text": "wrong"}]), tmp_path / "out.jsonl"
+    write(target, [{"text": "wrong", "rewards": [1.0], "weights_version": "1"}])
+    with pytest.raises(StartError, match="rewards of a row that the model refuses: this is wrong"):
+        score_file(client, source, target, progress=False)
+
+
+def test_the_same_weights_with_other_settings_are_said(
+    tmp_path: Path, service: Service, client: RewardClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, target = write(tmp_path / "in.jsonl", [{"text": "a"}]), tmp_path / "out.jsonl"
+    for reward, says in ((1.001, False), (1.5, True)):
+        write(target, [ROW | {"rewards": [reward]}])
+        score_file(client, source, target, progress=False)
+        assert ("did it have other settings?" in caplog.text) == says
+
+
+@pytest.mark.parametrize("rows", [[{"text": "a"}, {"text": "b"}], [{"text": "b"}, {"text": "b"}], [{"text": "b"}] * 3])
+def test_rows_in_another_order_and_doubled_rows_are_another_input(
+    rows: list[Any], tmp_path: Path, service: Service, client: RewardClient
+) -> None:
+    source = write(tmp_path / "in.jsonl", [{"text": "b"}, {"text": "a"}])
+    target = write(tmp_path / "out.jsonl", [row | {"rewards": [1.0], "weights_version": "1"} for row in rows])
+    with pytest.raises(StartError, match="of another input"):
+        score_file(client, source, target, progress=False)
+    assert not service.seen
+
+
+@pytest.mark.parametrize("error", [ServerFault("a bug"), KeyboardInterrupt()])
+def test_a_run_that_fails_before_its_first_row_leaves_no_file(
+    error: BaseException, tmp_path: Path, client: RewardClient
+) -> None:
+    class Failing:
+        def submit(self, **samples: Any) -> Future[Scores]:
+            raise error
+
+    source, target = write(tmp_path / "in.jsonl", [{"text": "a"}]), tmp_path / "out.jsonl"
+    with pytest.raises(type(error)):
+        score_file(Failing(), source, target, progress=False)
+    assert not target.exists()
+    target.touch()  # a file that was there stays
+    with pytest.raises(type(error)):
+        score_file(Failing(), source, target, progress=False)
+    assert target.exists()
+    write(source, [])
+    assert score_file(client, source, tmp_path / "empty.jsonl", progress=False).num_rows == 0
+    assert (tmp_path / "empty.jsonl").exists()
 
 
 @pytest.fixture

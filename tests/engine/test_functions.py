@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,3 +53,18 @@ def test_settings_that_apply_to_functions_are_accepted() -> None:
 def test_a_module_that_exits_when_it_is_imported_refuses_the_start() -> None:
     with pytest.raises(CheckpointError, match="cannot import leaving_import:f: SystemExit: this is a script"):
         FunctionScorer(ModelConfig(model="leaving_import:f"))
+
+
+def test_a_version_is_that_of_the_name_and_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    source = "def one(texts):\n    return [1.0] * len(texts)\n\n\nother = one\n"
+    versions = {}
+    for name, text in (("versioned", source), ("versioned", source + "# edited\n"), ("versioned_too", source)):
+        (tmp_path / f"{name}.py").write_text(text)
+        sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        for function in ("one", "other"):
+            versions[name, text, function] = FunctionScorer(
+                ModelConfig(model=f"{name}:{function}")
+            ).info.weights_version
+    assert len({*versions.values()}) == len(versions) == 6

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from guerdon.client.calls import ModelSignature
+
+_WARNINGS_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +51,7 @@ class Endpoints:
         self._probe_s, self._rng = probe_s, rng or random.Random()
         self._num_taken = 0
         self._has_waited = False
+        self._warned_at = -math.inf
 
     def take(self, cost: int, now: float) -> Endpoint:
         """Returns the server for a request of `cost` tokens; if all are full or down, the one to expect back first."""
@@ -119,6 +123,13 @@ class Endpoints:
         """Returns True once: one of all calls that wait for the servers to start logs so."""
         is_first, self._has_waited = not self._has_waited, True
         return is_first
+
+    def may_warn(self, now: float) -> bool:
+        """Returns True once in two seconds: one of all calls that wait for the same servers logs so."""
+        is_due = now - self._warned_at >= _WARNINGS_S
+        if is_due:
+            self._warned_at = now
+        return is_due
 
     def _plan_probe(self, endpoint: Endpoint, now: float) -> None:
         endpoint.probe_at = now + self._probe_s * self._rng.uniform(0.75, 1.25)

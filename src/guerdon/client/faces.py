@@ -154,13 +154,14 @@ class LoopThread(Generic[S]):
 
     def _finish(self, future: Future[T], task: asyncio.Task[T]) -> None:
         del self._tasks[future]
+        error = None if task.cancelled() else task.exception()  # asyncio logs errors that nobody looks at
         if future.cancelled():
             if future not in self._notified:
                 future.set_running_or_notify_cancel()  # wakes those who wait for it
             self._notified.discard(future)
         elif task.cancelled():
             _end(future, error=Cancelled("the client was closed before the answer"))
-        elif (error := task.exception()) is not None:
+        elif error is not None:
             _clear_frames(error)
             _end(future, error=error)
         else:

@@ -264,7 +264,7 @@ class Caller:
             left_s = started + timeout_s - self.clock()
             if left_s <= 0:
                 raise DeadlineExceeded(f"no server was ready within {timeout_s:g} s: {'; '.join(answers)}")
-            if self.clock() - started >= warn_after_s:
+            if self.clock() - started >= warn_after_s and left_s > _FIRST_WARNING_S:  # else the error says it soon
                 log.warning("still waiting: %s", "; ".join(answers))
                 warn_after_s *= 4
             yield Wait(min(pause_s, left_s))
@@ -353,7 +353,8 @@ class Caller:
                 attempt, retry_at = attempt + 1, now + delay_s
             num_full, waited_s = 0, now - started
             if waited_s >= warn_after_s:
-                log.warning("no answer for %.0f s: %s; trying again", waited_s, error)
+                if endpoints.may_warn(now):
+                    log.warning("no answer for %.0f s: %s; trying again", waited_s, error)
                 warn_after_s = 4 * waited_s
             if isinstance(error, Overloaded):
                 if retry_at > now:

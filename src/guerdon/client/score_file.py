@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,11 @@ from guerdon.client.jsonl import Sample, is_pair, read_rows, samples_of, strip_a
 from guerdon.client.pair_report import PairReport
 from guerdon.client.window import RowGroup, Scorer, Window, group_rows
 from guerdon.errors import StartError, StorageFailed
+
+log = logging.getLogger(__name__)
+
+_SAME = 0.02
+"""Rewards of one text by the same weights differ by less, relatively or absolutely, whatever shares their batch."""
 
 
 @dataclass(slots=True)
@@ -86,9 +92,9 @@ def score_file(
     once, fewer while the server's queue is full. The path `-` means stdin, which is read to its end first, or stdout,
     which cannot be resumed.
 
-    Before anything is scored, raises StartError if a row is malformed, or if `out_path` belongs to another input or to
-    other weights. Raises StorageFailed if writing fails, and the GuerdonError of a server that fails or does not
-    answer; after either, the same call continues.
+    Before a new row is scored, raises StartError if a row is malformed, or if `out_path` belongs to another input or to
+    other weights: its first row with a reward is sent again to learn the server's. Raises StorageFailed if writing
+    fails, and the GuerdonError of a server that fails or does not answer; after either, the same call continues.
     """
     target, is_file = Path(out_path), str(out_path) != "-"
     to_file = f"cannot write {target}", "; make room on the disk, or mend it, and the same call continues"
@@ -101,12 +107,14 @@ def score_file(
         num_samples = sum(len(samples_of(row, source.name, line, template)) for line, row in source.rows())
         started = time.monotonic()
         done = _ScoredRows(source, target if is_file else None, template)
-        if retry_failed and target.exists():
+        if is_file and target.exists():
             with _check_storage(*to_file):
-                _score_again(scorer, done, target, max_in_flight)
+                done.check_weights(scorer)
+                if retry_failed:
+                    _score_again(scorer, done, target, max_in_flight)
         with (
             _check_storage(*(to_file if is_file else ("cannot write stdout", ""))),
-            _open(target) if is_file else nullcontext(sys.stdout.buffer) as out,
+            _writing(target) if is_file else nullcontext(sys.stdout.buffer) as out,
         ):
             if is_file:
                 done.keep(out, summary)
@@ -154,7 +162,7 @@ def _source(path: str | Path) -> Iterator[_Source]:
 
 def _split_rows(group: RowGroup, scores: Scores, weights: _WeightsCheck) -> Iterator[tuple[dict[str, Any], Scores]]:
     """Yields each row of the group with its own scores."""
-    weights.check(scores.weights_version)
+    weights.check(scores.weights_version, _rewards(scores))
     start = 0
     for row, count in group.rows:
         part = slice(start, start + count)
@@ -198,18 +206,27 @@ class _WeightsCheck:
 
     def __init__(self, target: Path | None) -> None:
         self._target = target
-        self.version = ""
+        self._version: str | None = None
 
-    def check(self, version: str) -> None:
-        """Raises StartError if the version differs."""
-        if self.version and version and version != self.version:
+    def check(self, version: str, rewards: Iterable[float | None], now: str = "the server has") -> None:
+        """Raises StartError if rewards are of another version than those before, or if only some name theirs.
+
+        Rows without any reward need not name one: a request that was refused has none.
+        """
+        if not version and all(reward is None for reward in rewards):
+            return
+        if self._version is None:
+            self._version = version
+        elif version != self._version:
+            before, after = (
+                f"weights {name}" if name else "weights without a version" for name in (self._version, version)
+            )
             if self._target is None:
-                raise StartError(f"the server's weights changed from {self.version} to {version}", "score again")
+                raise StartError(f"the server's weights changed from {self._version} to {version}", "score again")
             raise StartError(
-                f"{self._target} has rewards of weights {self.version}, and the server has weights {version}",
+                f"{self._target} has rewards of {before}, and {now} {after}",
                 "move this file away to score all rows with the server's weights, or serve the earlier ones",
             )
-        self.version = version or self.version
 
 
 class _ScoredRows:
@@ -218,6 +235,36 @@ class _ScoredRows:
     def __init__(self, source: _Source, target: Path | None, template: bool) -> None:
         self.source, self.target, self.template = source, target, template
         self.weights = _WeightsCheck(target)
+
+    def check_weights(self, scorer: Scorer) -> None:
+        """Scores the first row with a reward again: raises StartError if its weights are not those of all rows.
+
+        Logs a warning if only its rewards differ: settings such as the pooling are no part of the weights' version.
+        """
+        assert self.target is not None
+        first: RowGroup | None = None
+        with open(self.target, "rb") as out:
+            for samples, row, _ in self.rows(out):
+                if first is None and any(reward is not None for reward in row["rewards"]):
+                    first = RowGroup(None, [(row, len(samples))], samples)
+        if first is not None:
+            ((row, _),) = first.rows
+            with Window(iter([first]), scorer, 1, lambda: None) as window:
+                ((_, scores),) = window
+            if not scores.weights_version and all(scores.errors):
+                raise StartError(
+                    f"{self.target} has rewards of a row that the model refuses: {scores.errors[0]}",
+                    "move this file away, or score it with the model and the settings that began it",
+                )
+            self.weights.check(scores.weights_version, row["rewards"])
+            before, now = (np.array(rewards, np.float64) for rewards in (row["rewards"], scores.rewards))
+            if not np.allclose(before, now, rtol=_SAME, atol=_SAME, equal_nan=True):
+                log.warning(
+                    "%s: a row had the rewards %s and gets %s now by the same weights: did it have other settings?",
+                    self.target,
+                    row["rewards"],
+                    _rewards(scores),
+                )
 
     def keep(self, out: BinaryIO, summary: FileSummary) -> None:
         """Adds the rows that `out` already has to the summary, and truncates an incomplete last one."""
@@ -246,7 +293,7 @@ class _ScoredRows:
                     f"{self.target}, line {number}: scored {'without' if self.template else 'with'} --template",
                     f"continue it {'without' if self.template else 'with'} --template, or move this file away",
                 )
-            self.weights.check(done.get("weights_version", ""))
+            self.weights.check(done.get("weights_version", ""), done["rewards"], f"line {number} of it has")
             yield samples, done, text
 
     def _other_input(self, number: int) -> StartError:
@@ -317,6 +364,19 @@ def _check_storage(failed: str, remedy: str) -> Iterator[None]:
         raise
     except OSError as e:
         raise StorageFailed(f"{failed}: {e.strerror or e}{remedy}") from e
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[BinaryIO]:
+    """Opens the output; removes it if the run fails before its first row."""
+    was_there = target.exists()
+    try:
+        with _open(target) as out:
+            yield out
+    except BaseException:
+        if not was_there and target.exists() and not target.stat().st_size:
+            target.unlink()
+        raise
 
 
 def _open(target: Path) -> BinaryIO:

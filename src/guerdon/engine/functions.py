@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import inspect
 import logging
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,13 +55,14 @@ _OF_TOKENS = dict.fromkeys(("max_length", "truncation"), "leave it out there: th
 class FunctionForm:
     """What a user's function takes: `texts`, `responses` or `tokens`, and which of `prompts` and `labels`.
 
-    Samples without one of the `required` fail.
+    Samples without one of the `required` fail. `version` changes with its name and with the file of its module.
     """
 
     takes: str
     extra: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     needs_isolation: bool = False
+    version: str = "1"
 
     def info(self, config: ModelConfig) -> ModelInfo:
         """Returns what the function is as a model; raises ConfigError for a setting that does not apply."""
@@ -74,6 +77,7 @@ class FunctionForm:
             takes_tokens=self.takes == "tokens",
             takes_prompts=self.takes == "responses" or "prompts" in self.extra,
             takes_labels="labels" in self.extra,
+            weights_version=self.version,
             path="function",
             why=config.model,
             source=config.model,
@@ -130,7 +134,15 @@ def read_form(function: Callable[..., Any], name: str) -> FunctionForm:
                 f"give it a default; beside {_READS} a function may have `prompts` and `labels`",
             )
     required = tuple(known for known in extra if parameters[known].default is inspect.Parameter.empty)
-    return FunctionForm(takes, extra, required, bool(getattr(function, "needs_isolation", False)))
+    needs_isolation = bool(getattr(function, "needs_isolation", False))
+    return FunctionForm(takes, extra, required, needs_isolation, _version(name))
+
+
+def _version(name: str) -> str:
+    """Returns 16 hex digits that change with the name of an imported function and the file of its module."""
+    file = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
+    content = Path(file).read_bytes() if file and Path(file).is_file() else b""
+    return hashlib.blake2b(name.encode() + b"\0" + content, digest_size=8).hexdigest()
 
 
 def check_function_settings(config: ModelConfig) -> None:
