@@ -125,17 +125,35 @@ def test_a_step_leaves_the_initial_policy_behind(folder: Path, lora: int | None)
     assert (after - before).abs().max() > 1e-3
 
 
+def nemo_aligners_loss(batch: dict[str, torch.Tensor], logprobs: torch.Tensor, size: int) -> torch.Tensor:
+    """As MegatronGPTReinforceActorModel has it: a mean over a boolean mask for each micro-batch, and their mean."""
+    losses = []
+    for first in range(0, len(logprobs), size):
+        rows = slice(first, first + size)
+        mask, is_end = batch["mask"][rows], batch["is_end"][rows]
+        advantages = (batch["rewards_with_kl"][rows] - batch["baseline"][rows])[:, None]
+        terms = -1 * logprobs[rows] * advantages
+        counts = (mask * is_end.view(-1, 1)).sum() > 0
+        losses.append(terms[mask.bool()].mean() if counts else terms.view(-1)[0] * 0)
+    return torch.stack(losses).mean()
+
+
 @pytest.mark.parametrize("ended", ["all", "some", "none"])
-def test_loss_and_gradients_are_those_of_plain_transformers(folder: Path, ended: str) -> None:
-    actor, plain = actor_of(folder), PlainPolicy(folder)
+@pytest.mark.parametrize("divisor", [1, 2, None])
+def test_loss_and_gradients_are_nemo_aligners(folder: Path, ended: str, divisor: int | None) -> None:
     batch, rows, prompt_lengths = batch_of()
+    size = 1 if divisor is None else len(rows) // divisor
+    batch = {name: tensor[: len(rows) // size * size] for name, tensor in batch.items()}
+    rows, prompt_lengths = rows[: len(batch["mask"])], prompt_lengths[: len(batch["mask"])]
+    actor, plain = actor_of(folder), PlainPolicy(folder)
+    actor.micro_batch_size = None if divisor == 1 else size
     if ended != "all":
         batch["is_end"][0 if ended == "none" else 3 :] = False
-    batch["mask"][1] = 0  # a row that is only there to fill the batch up
-    batch["mask"][2] *= 0.5
+    if divisor is not None:
+        batch["mask"][1] = 0  # a row that is only there to fill the batch up
+    batch["mask"][2] *= 0.5  # NeMo-Aligner reads only whether it is 0
     logprobs, _, _ = plain.logprobs(rows, prompt_lengths, SAMPLING.temperature)
-    advantages = (batch["rewards_with_kl"] - batch["baseline"]) * batch["is_end"]
-    loss = (batch["mask"] * -logprobs * advantages[:, None]).sum() / batch["mask"].sum()
+    loss = nemo_aligners_loss(batch, logprobs, size)
     want = plain.gradients(loss)
 
     caught = caught_gradients(actor.trainer)
@@ -145,11 +163,21 @@ def test_loss_and_gradients_are_those_of_plain_transformers(folder: Path, ended:
     assert seen == pytest.approx(got, abs=1e-6)
     assert metrics == {"loss": got}
     report = actor.finish_training_step()
-    assert report.num_micro_batches > 1  # and none of the forward alone
+    if ended == "none":
+        assert got == 0 and report.skipped
+        return
+    assert report.num_micro_batches > 1 or ended == "some"  # and none of the forward alone
     assert caught.keys() == want.keys()
     scale = max(gradient.norm().item() for gradient in want.values())
     for name, gradient in want.items():
         assert (caught[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7 * scale, name
+
+
+def test_a_batch_that_micro_batches_do_not_divide_is_refused(folder: Path) -> None:
+    batch, rows, _ = batch_of()
+    actor = ReinforceActor(PolicyConfig(model=str(folder)), SAMPLING, micro_batch_size=len(rows) - 1)
+    with pytest.raises(ValueError, match=f"a batch of {len(rows)} rows cannot be split"):
+        actor.get_loss_and_metrics(batch)
 
 
 @pytest.mark.parametrize("name", ["rewards_with_kl", "baseline", "is_end", "mask"])

@@ -84,8 +84,12 @@ class ReinforceActor:
         *,
         seed: int = 0,
         reference: TeacherServer | None = None,
+        micro_batch_size: int | None = None,
     ) -> None:
         """Loads the policy from its settings, folder or hub id; raises ConfigError and CheckpointError.
+
+        `micro_batch_size` is NeMo-Aligner's `model.micro_batch_size`, on which its loss depends: see
+        `get_loss_and_metrics`.
 
         A teacher's server may be the reference, which then takes no memory here; waits for it, and raises StartError if
         it does not come.
@@ -98,6 +102,7 @@ class ReinforceActor:
             )
         self.policy_config = PolicyConfig(model=policy) if isinstance(policy, str) else policy
         self.rollout_config = rollouts or RolloutConfig()
+        self.micro_batch_size = micro_batch_size
         check_settings(self.policy_config)
         check_sampling(self.rollout_config)
         loaded = load_policy(self.policy_config, moment_bytes=moment_bytes(self.policy_config))
@@ -182,19 +187,23 @@ class ReinforceActor:
     ) -> tuple[float, dict[str, float]]:
         """Returns the loss of one global batch and its metrics; accumulates the gradients unless `forward_only`.
 
-            sum_i sum_t mask_it * -logp_it * is_end_i * (rewards_with_kl_i - baseline_i) / sum mask
+        The loss is the mean over the micro-batches, by default one, of
 
-        `response_tokens` int64 `[B, S]`; `mask` float32 `[B, S-1]`, 1 at the response's actions, without gaps;
-        `rewards_with_kl` and `baseline` float32 `[B]`; `is_end` `[B]`, if given, leaves out truncated responses. Raises
-        ValueError if a tensor has another shape.
+            sum_i sum_t mask_it * -logp_it * (rewards_with_kl_i - baseline_i) / sum mask
+
+        and 0 of a micro-batch without any response that has ended. So a truncated response counts beside one that has
+        ended, and alone, as with a `micro_batch_size` of 1, it does not.
+
+        `response_tokens` int64 `[B, S]`; `mask` `[B, S-1]`, not 0 at the response's actions, without gaps;
+        `rewards_with_kl` and `baseline` float32 `[B]`; `is_end` `[B]`, if given, is False for truncated responses.
+        Raises ValueError if a tensor has another shape, or B is no multiple of `micro_batch_size`.
         """
         batch = {name: tensor.detach().cpu() for name, tensor in batch.items()}
         _check_shapes(batch)
-        taken = (batch["mask"] > 0).any(-1)
-        mask, tokens = batch["mask"][taken].float(), batch["response_tokens"][taken]
+        weights = self._token_weights(batch)
+        taken = (weights > 0).any(-1)
+        mask, tokens = weights[taken], batch["response_tokens"][taken]
         advantages = (batch["rewards_with_kl"] - batch["baseline"]).float()
-        if "is_end" in batch:
-            advantages = advantages * batch["is_end"]
         # A row's actions begin where its prompt ends; nothing behind the last action is computed.
         starts = (mask > 0).int().argmax(-1) + 1
         ends = mask.shape[1] - (mask > 0).flip(-1).int().argmax(-1) + 1
@@ -230,6 +239,18 @@ class ReinforceActor:
 
     # ---------------------------------------------------------------------------------------- internals
 
+    def _token_weights(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Returns each token's share of the loss `[B, S-1]`; those of a micro-batch that counts have the same."""
+        mask = (batch["mask"] != 0).float()
+        size = self.micro_batch_size or len(mask)
+        if len(mask) % size:
+            raise ValueError(f"a batch of {len(mask)} rows cannot be split into micro-batches of {size}")
+        is_end = batch.get("is_end", torch.ones(len(mask))) != 0
+        num_tokens = mask.sum(-1).view(-1, size)
+        has_ended = (num_tokens * is_end.view(-1, size)).sum(-1) > 0
+        shares = has_ended / (num_tokens.sum(-1).clamp(min=1) * len(has_ended))
+        return mask * shares.repeat_interleave(size)[:, None]
+
     def _text(self, tokens: np.ndarray) -> str:
         return "" if self.tokenizer is None else self.tokenizer.decode(tokens)
 
@@ -256,7 +277,10 @@ class ReinforceActor:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Loss:
-    """Computes REINFORCE's loss for `PolicyTrainer.accumulate`; `mask` `[B, R]` begins at the response."""
+    """Computes REINFORCE's loss for `PolicyTrainer.accumulate`.
+
+    `mask` `[B, R]` begins at the response, and has each token's share of the loss.
+    """
 
     mask: Tensor
     advantages: Tensor
@@ -265,7 +289,7 @@ class _Loss:
         at, width = torch.from_numpy(members), logprobs.shape[1]
         mask = self.mask[at, :width].to(logprobs.device)
         advantages = self.advantages[at].to(logprobs.device)[:, None].expand_as(mask)
-        return reinforce_loss(logprobs, advantages, mask, Aggregation("token-mean", GlobalCounts.of(self.mask)))
+        return reinforce_loss(logprobs, advantages, mask, Aggregation("token-mean", GlobalCounts(1.0)))
 
 
 def _check_shapes(batch: Mapping[str, Tensor]) -> None:
