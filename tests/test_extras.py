@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from guerdon.errors import install_command
+from guerdon.errors import SERVER_MODULES, StartError, install_command, require_modules
 from linked_environment import EXTRAS, PROJECT, ROOT, linked, required
 from processes import environment
 
@@ -184,3 +184,41 @@ def test_only_one_function_says_how_to_install() -> None:
         assert path.name == "errors.py" or not re.search(r"pip install '?\.", text), path
         for extra in re.findall(r"install_command\(['\"](\w+)['\"]\)", text):
             assert extra in PROJECT["optional-dependencies"], f"{path}: {extra}"
+
+
+def test_the_modules_of_the_server_are_those_of_its_extra() -> None:
+    listed = [line for extra in ("server", "grpc") for line in PROJECT["optional-dependencies"][extra]]
+    brought = {re.split(r"[\[<>=; ]", line)[0].replace("-", "_") for line in listed}
+    assert brought - {"guerdon", "offapi", "sentencepiece", "uvloop", "accelerate"} == {*SERVER_MODULES}
+
+
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [
+        (["no_a"], "no_a is not installed"),
+        (["no_a", "no_b"], "no_a and no_b are not installed"),
+        (["no_a", "no_b", "no_c"], "no_a, no_b and no_c are not installed"),
+    ],
+)
+def test_only_what_is_missing_is_named(missing: list[str], says: str) -> None:
+    with pytest.raises(StartError) as raised:
+        require_modules("orjson", *missing, "numpy", extra="server")
+    assert (str(raised.value), raised.value.help) == (says, install_command("server"))
+    require_modules("orjson", "numpy", extra="server")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from guerdon import LocalRewardModel",
+        "import guerdon\nguerdon.LocalTeacher",
+        "from guerdon import ReinforceActor",
+        "import guerdon.cli, sys\nsys.exit(guerdon.cli.main(['serve', 'x']))",
+        "import guerdon.cli, sys\nsys.exit(guerdon.cli.main(['doctor', 'x']))",
+    ],
+)
+def test_a_bare_install_says_what_to_install(code: str, tmp_path: Path) -> None:
+    done = linked("", tmp_path / "client").run("-c", code)
+    assert done.returncode in (1, 2) and "torch, transformers, safetensors, " in done.stdout, done.stdout
+    assert "are not installed" in done.stdout and install_command("server") in done.stdout
+    assert "No module named" not in done.stdout, done.stdout

@@ -233,7 +233,7 @@ def test_a_teacher_answers_as_a_served_one(tmp_path: Path) -> None:
     rows: dict[str, Any] = {"tokens": zoo.rows(), "prompt_lengths": [1] * len(zoo.rows()), "temperature": 0.7}
     questions: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         ("logprobs", (), {**rows, "entropy": True}),
-        ("logprobs", (), {"texts": [" thing", "e"], "prompts": ["in the", "a th"]}),
+        ("logprobs", (), {"responses": [" thing", "e"], "prompts": ["in the", "a th"]}),
         ("top", (5,), rows),
         ("given", ([[[3, 7]] * (len(row) - 1) for row in zoo.rows()],), rows),
         ("hidden", (), rows),

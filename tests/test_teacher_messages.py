@@ -99,8 +99,8 @@ def test_a_text_may_be_the_response_to_messages(client: TeacherClient, folder: P
     prompts = rendered(folder, ASKING, is_prompt=True)
     texts = [np.array(tokenizer.encode(text, add_special_tokens=False)) for text in ANSWERS]
     rows = [np.concatenate(both) for both in zip(prompts, texts, strict=True)]
-    check_all(folder, client.logprobs(messages=ASKING, texts=ANSWERS).logprobs, rows, prompts)
-    top = client.top(3, messages=ASKING, texts=ANSWERS)
+    check_all(folder, client.logprobs(messages=ASKING, responses=ANSWERS).logprobs, rows, prompts)
+    top = client.top(3, messages=ASKING, responses=ANSWERS)
     assert top.top_ids is not None and [len(ids) for ids in top.top_ids] == [len(text) for text in texts]
 
 
@@ -125,7 +125,7 @@ def test_a_prompt_that_the_turn_does_not_begin_with_is_an_error_of_its_sample(
         answers.raise_for_failed()
     continued = [[turn("user", "a"), turn("assistant", "a t")]]
     with pytest.raises(SampleFailed, match="the tokens change where the prompt ends"):
-        client.logprobs(messages=continued, texts=["he"]).raise_for_failed()
+        client.logprobs(messages=continued, responses=["he"]).raise_for_failed()
     # All tokens may be asked, whatever the template does.
     message = {"name": "messages", "datatype": "BYTES", "shape": [1], "data": [json.dumps(thinks)]}
     body = {"inputs": [message], "parameters": {"start": 1}}
@@ -134,10 +134,10 @@ def test_a_prompt_that_the_turn_does_not_begin_with_is_an_error_of_its_sample(
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "prompts and messages": ({"prompts": ["a"]}, "messages instead of prompts"),
-    "lengths": ({"prompt_lengths": [1]}, "without prompt_lengths"),
+    "prompts and messages": ({"prompts": ["a"]}, "with prompts or with messages, one before each"),
+    "lengths": ({"prompt_lengths": [1]}, "with prompts or with messages, one before each, and with nothing else"),
     "too few": ({"messages": []}, "messages must be a list of at least one sample, not empty"),
-    "one too many": ({"messages": [[turn("user", "a")]] * 2}, "messages has 2 entries for 1 texts"),
+    "one too many": ({"messages": [[turn("user", "a")]] * 2}, "messages has 2 entries for 1 responses"),
 }
 
 
@@ -145,7 +145,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_wrong_mixture_is_one_clear_error(wrong: str, client: TeacherClient) -> None:
     changes, message = WRONG[wrong]
     with pytest.raises(InvalidRequest, match=message):
-        client.logprobs(**{"messages": [[turn("user", "a")]], "texts": ["a"]} | changes)
+        client.logprobs(**{"messages": [[turn("user", "a")]], "responses": ["a"]} | changes)
 
 
 def test_a_reward_model_takes_one_of_both(server: RunningServer) -> None:

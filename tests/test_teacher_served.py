@@ -342,7 +342,8 @@ def test_prompts_and_responses_may_come_apart(folder: Path) -> None:
     ]
     lengths = [len(tokenizer.encode(p, add_special_tokens=False)) for p in prompts]
     with served.running(ServerConfig(port=0, grpc_port=None, models=[TeacherConfig(model=str(path))])) as server:
-        apart = post(server, "teacher", inputs=[texts("prompts", *prompts), texts("sentences", *responses)]).json()
+        whole = [p + r for p, r in zip(prompts, responses, strict=True)]
+        apart = post(server, "teacher", inputs=[texts("prompts", *prompts), texts("sentences", *whole)]).json()
         together = ask(server.http_url, "teacher", {**padded(rows), "prompt_lengths": np.array(lengths)}, ())
         logprobs, counts = apart["outputs"]
         assert counts["data"] == [len(row) - n for row, n in zip(rows, lengths, strict=True)]
@@ -350,13 +351,15 @@ def test_prompts_and_responses_may_come_apart(folder: Path) -> None:
 
         # "t" and "h" are two tokens, "th" is one.
         outputs = [{"name": "errors"}, {"name": "logprobs"}]
-        seams = [texts("prompts", "a t", "a t"), texts("sentences", "he", " e")]
+        seams = [texts("prompts", "a t", "a t"), texts("sentences", "a the", "a t e")]
         errors = post(server, "teacher", inputs=seams, outputs=outputs).json()["outputs"][0]["data"]
         alone, joined = (tokenizer.encode(text, add_special_tokens=False) for text in ("a t", "a the"))
         same = next(i for i, (a, b) in enumerate(zip(alone, joined, strict=False)) if a != b)
         assert f"alone has {alone[same:]}, and with the response {joined[same:]}" in errors[0] and errors[1] == ""
         assert post(server, "teacher", inputs=seams).status_code == 400
 
+        alone = post(server, "teacher", inputs=[texts("prompts", "a t"), texts("sentences", " e")])
+        assert alone.status_code == 400 and "' e', does not begin with its prompt, 'a t'" in alone.json()["error"]
         wrong = post(server, "teacher", inputs=[*tokens([5, 6]), texts("prompts", "a")])
         assert wrong.status_code == 400 and "prompts go with sentences" in wrong.json()["error"]
 

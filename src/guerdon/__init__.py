@@ -145,7 +145,12 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'guerdon' has no attribute {name!r}")
     if name in _COMPUTING:
         from guerdon.engine.host import limit_spinning
+        from guerdon.errors import SERVER_MODULES, StartError, require_modules
 
+        try:
+            require_modules(*SERVER_MODULES, extra="server")
+        except StartError as e:
+            raise StartError(f"{name} needs what is not installed: {e}; {e.help}", e.help) from None
         limit_spinning()
     value = globals()[name] = getattr(importlib.import_module(_MODULES.get(name, "guerdon.errors")), name)
     return value

@@ -203,7 +203,7 @@ class ModelInfo:
     `attribute_names` are the columns of `attributes`, empty if unknown; if the reward is their weighted sum,
     `attribute_weights` are the weights. Without `merges_attributes` the tensor `rewards` has a column for each
     attribute. `max_length` and `vocab_size` bound what is accepted, None if unbounded. `takes_prompts` and
-    `takes_labels` say that a user's function has such parameters; prompts also stand before a teacher's texts. It gives
+    `takes_labels` say that a user's function has such parameters; prompts also begin a teacher's texts. It gives
     at most the `max_top_k` likeliest ids, and hidden states of `hidden_size` numbers. `path` tells how it runs, such as
     `packed+shared`, and `why` the reason. `source` is the folder, hub id or function that it was loaded from. `pooling`
     names the token that the reward is read from. `step_rule` tells where steps end, and how their rewards make the

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import copy
 from enum import IntEnum
+from importlib.util import find_spec
 from typing import Any
 
 _INSTALL = "pip install '.{extra}' in a clone of guerdon"
@@ -54,6 +55,20 @@ error, which arrives as text."""
 def install_command(extra: str = "") -> str:
     """Returns the command that installs guerdon with an extra of pyproject.toml."""
     return _INSTALL.format(extra=f"[{extra}]" if extra else "")
+
+
+SERVER_MODULES = (
+    "torch", "transformers", "safetensors", "starlette", "uvicorn", "httptools", "prometheus_client", "tritonclient"
+)  # fmt: skip
+"""What the extra `server` brings, as modules."""
+
+
+def require_modules(*modules: str, extra: str) -> None:
+    """Raises StartError that names the modules of an extra that are missing; imports none."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        names = " and ".join([*([", ".join(missing[:-1])] if missing[1:] else []), missing[-1]])
+        raise StartError(f"{names} {'are' if missing[1:] else 'is'} not installed", install_command(extra))
 
 
 class Exit(IntEnum):

@@ -65,7 +65,7 @@ def test_each_token_has_its_logprob_and_what_was_likeliest(
     score(page)
     with TeacherClient(server.http_url) as client:
         own = client.top(5, texts=[PROMPT + RESPONSE])
-        (response,) = client.logprobs(texts=[RESPONSE], prompts=[PROMPT]).logprobs or []
+        (response,) = client.logprobs(responses=[RESPONSE], prompts=[PROMPT]).logprobs or []
     assert own.logprobs is not None and own.top_logprobs is not None
     assert figures(page) == [f"{response.sum():.2f}", f"{response.mean():.2f}"]
     tokens = page.locator(".token")

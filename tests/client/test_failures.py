@@ -405,9 +405,10 @@ def test_grpc_without_its_extra_says_what_to_install() -> None:
 import sys
 sys.modules["grpc"] = None
 from guerdon.client import RewardClient
+from guerdon.errors import StartError
 try:
     RewardClient("grpc://127.0.0.1:1")
-except ImportError as e:
+except StartError as e:
     print(e)
 """
     assert "pip install '.[grpc]' in a clone" in run_python(code).stdout

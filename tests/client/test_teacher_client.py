@@ -159,12 +159,39 @@ def test_text_comes_whole_or_as_prompt_and_response(server: RunningServer, folde
     rows = [tokenizer.encode(p + r, add_special_tokens=False) for p, r in zip(prompts, responses, strict=True)]
     lengths = [len(tokenizer.encode(p, add_special_tokens=False)) for p in prompts]
     with TeacherClient(server.http_url, "text") as client:
-        apart = client.logprobs(texts=responses, prompts=prompts).logprobs
+        apart = client.logprobs(responses=responses, prompts=prompts).logprobs
+        whole = client.logprobs(
+            texts=[p + r for p, r in zip(prompts, responses, strict=True)], prompts=prompts
+        ).logprobs
         together = client.logprobs(tokens=rows, prompt_lengths=lengths).logprobs
         assert client.logprobs(messages=[chat]).logprobs[0].size > 3  # type: ignore[index]
-    assert apart is not None and together is not None
-    for one, other in zip(apart, together, strict=True):
+        answered = client.logprobs(messages=[chat[:1]], responses=["in the"]).logprobs
+    assert apart is not None and whole is not None and together is not None and answered is not None
+    assert len(answered[0]) == len(tokenizer.encode("in the", add_special_tokens=False))
+    for one, same, other in zip(apart, whole, together, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
+        np.testing.assert_array_equal(one, same)
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ({"texts": [" thing"], "prompts": ["in the"]}, "' thing', does not begin with its prompt, 'in the'.*responses"),
+        ({"texts": ["a"], "messages": [[{"role": "user", "content": "a"}]]}, "texts are whole: give the responses to"),
+        ({"responses": ["a"]}, "responses go with prompts or with messages"),
+        ({"responses": ["a"], "prompts": ["b"], "texts": ["ba"]}, "responses go with prompts or with messages"),
+        ({"responses": ["a"], "prompts": ["b"], "tokens": [[5]]}, "responses go with prompts or with messages"),
+        ({"responses": ["a"], "prompts": ["b", "c"]}, "prompts has 2 entries for 1 responses"),
+        ({"responses": "a", "prompts": ["b"]}, "responses must be a list of at least one sample, not a string"),
+        ({"responses": ["a"], "prompts": [7]}, r"prompts\[0\] is an int; each sample must be a string"),
+    ],
+)
+def test_texts_and_responses_cannot_be_mixed_up(samples: Any, message: str, server: RunningServer) -> None:
+    with (
+        TeacherClient(server.http_url, "text") as client,
+        pytest.raises((InvalidRequest, SampleFailed), match=message),
+    ):
+        client.logprobs(**samples).raise_for_failed()
 
 
 def test_a_failed_sample_is_told_apart(ask: Any) -> None:
@@ -186,7 +213,7 @@ WRONG: dict[str, tuple[str, str, tuple[Any, ...], dict[str, Any], str]] = {
     "ragged ids": ("llama", "given", ([[[1], [2, 3]]],), {}, r"ids\[0\] cannot be read as integers"),
     "an unknown id": ("llama", "given", ([[300]],), {}, "the given id 300 is outside the vocabulary"),
     "prompts without a tokenizer": (
-        "llama", "logprobs", (), {"tokens": None, "texts": ["a"], "prompts": ["b"]}, "takes no prompts.*send tokens",
+        "llama", "logprobs", (), {"tokens": None, "texts": ["ba"], "prompts": ["b"]}, "takes no prompts.*send tokens",
     ),
 }  # fmt: skip
 

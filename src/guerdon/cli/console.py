@@ -15,7 +15,7 @@ from guerdon.core import ModelInfo
 from guerdon.critic_core import CriticState
 from guerdon.distributed.ranks import num_started
 from guerdon.endings import Ending
-from guerdon.errors import ConfigError, Exit, GuerdonError, StartError, install_command
+from guerdon.errors import ConfigError, Exit, GuerdonError, StartError, require_modules
 from guerdon.server import logs
 from guerdon.server.logs import JsonLines, LogFormat, OneLine
 from guerdon.settings.config import CriticConfig
@@ -110,16 +110,6 @@ def describe_stopped(critic: CriticConfig, state: CriticState) -> str:
         f"{stopped}: in {critic.checkpoint_dir} {saved or 'no checkpoint is saved'}, train requests journalled since "
         f"then: {state.num_unsaved}; the same command resumes there"
     )
-
-
-def require_modules(*modules: str, extra: str = "") -> None:
-    """Raises StartError if parts of an extra are missing, `server` or `actor` by default, without importing them."""
-    from importlib.util import find_spec
-
-    missing = [module for module in modules if find_spec(module) is None]
-    if missing:
-        extra = extra or ("actor" if "matplotlib" in modules else "server")
-        raise StartError(f"{', '.join(missing)} is not installed", install_command(extra))
 
 
 def require_grpc(urls: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from guerdon.cli.console import NEEDS_ENDING
 from guerdon.cli.findings import Finding, note, ok, problem
 from guerdon.engine.checkpoint.text import TextEncoder
-from guerdon.errors import CheckpointError, InvalidRequest, StartError
+from guerdon.errors import SERVER_MODULES, CheckpointError, InvalidRequest, StartError, require_modules
 from guerdon.settings.config import LanguageModelConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def examine_model(model: str) -> Iterator[Finding]:
     level = logger.level
     logger.setLevel(logging.ERROR)  # the findings say it
     try:
+        require_modules(*SERVER_MODULES, extra="server")
         yield from _examine(model)
     except StartError as e:
         yield problem(model, str(e), e.help or "docs/models.md lists the architectures")

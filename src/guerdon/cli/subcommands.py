@@ -16,7 +16,7 @@ from guerdon.cli.parser import SHELLS, Parser, completion_script
 from guerdon.core import ModelInfo
 from guerdon.distributed.layout import wants_ranks
 from guerdon.distributed.ranks import num_started
-from guerdon.errors import ConfigError, Exit
+from guerdon.errors import SERVER_MODULES, ConfigError, Exit, require_modules
 from guerdon.settings.access import strip_credentials
 from guerdon.settings.actors import (
     ActorConfig,
@@ -177,7 +177,7 @@ def run_serve_judge(args: argparse.Namespace) -> int:
 
 def _serve(config: ServerConfig) -> int:
     console.set_up_logging(config.log_level, config.log_format)
-    console.require_modules("torch", "starlette", "uvicorn")
+    require_modules(*SERVER_MODULES, extra="server")
     device = _shared_device(config)
     if wants_ranks(config):
         from guerdon.server import runtime
@@ -314,7 +314,7 @@ def run_score(args: argparse.Namespace) -> int:
         scorer: Any = RewardClient(args.server, model=flags.get("name", ModelConfig.name))
     else:
         console.set_up_logging("warning", once=True)  # a function may fail on every row; the summary counts these
-        console.require_modules("torch")
+        require_modules(*SERVER_MODULES, extra="server")
         if progress:  # at once: torch's import takes seconds
             sys.stderr.write(f"loading {args.model}\n")
         from guerdon.local import LocalRewardModel
@@ -386,9 +386,9 @@ def _train(config: ActorConfig) -> int:
         check_actor(config)
         prompt_sources.check_prompts(config.data)
     console.set_up_logging("info")
-    console.require_modules("torch", "tensorboard", "matplotlib")
+    require_modules(*SERVER_MODULES, "tensorboard", "matplotlib", extra="actor")
     if config.rollouts.engine == "vllm":
-        console.require_modules("vllm", extra="vllm")
+        require_modules("vllm", extra="vllm")
     if wants_ranks(config.parallel):
         return _launch(config.parallel, config.policy.device, functools.partial(_train, config), _ACTOR_MODULES)
     console.say(f"loading {describe_run(config)}")  # before torch is imported, which takes seconds
@@ -464,7 +464,7 @@ def _add_convert(commands: Any) -> None:
 def run_convert(args: argparse.Namespace) -> None:
     """Converts a GGUF file, or merges an adapter, to a folder that transformers and guerdon load."""
     console.check_single_process("convert")
-    console.require_modules("torch")
+    require_modules(*SERVER_MODULES, extra="server")
     console.say(f"reading {args.FILE}")
     from guerdon.engine.checkpoint.converting import convert_adapter, convert_gguf
     from guerdon.engine.checkpoint.gguf_files import read_gguf

@@ -26,7 +26,19 @@ TokenRows = Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray
 Integers = Sequence[int] | np.ndarray
 """Integers as a list or an array."""
 
-_SAMPLES = {"texts": "a string", "messages": "a list of {role, content}", "tokens": "a list of token ids"}
+_SAMPLES = {
+    **dict.fromkeys(("texts", "prompts", "responses"), "a string"),
+    "messages": "a list of {role, content}",
+    "tokens": "a list of token ids",
+}
+
+_KINDS = {
+    "rewards": ("reward model", "guerdon serve", "RewardClient"),
+    "values": ("critic", "guerdon serve-critic", "CriticClient"),
+    "loss_mean": ("critic that trains", "guerdon serve-critic", "CriticClient"),
+    "logprobs": ("teacher", "guerdon serve-teacher", "TeacherClient"),
+}
+"""By an output: what gives it, the command that serves that, and the client that asks it."""
 
 _OUTPUTS = ("rewards", "attributes", "values", "sequence_lengths", "step_rewards", "step_counts", "errors")
 
@@ -107,11 +119,28 @@ class Call(Generic[T]):
     may_repeat: Callable[[ModelSignature], bool] = lambda _: True
 
 
+def check_gives(signature: ModelSignature, output: str) -> None:
+    """Raises InvalidRequest that names the right client and the right command if the model lacks the output."""
+    if output in signature.outputs:
+        return
+    kind, command, _ = _KINDS[output]
+    asker = next((client for other, (_, _, client) in _KINDS.items() if other in signature.outputs), "")
+    raise InvalidRequest(
+        f"model '{signature.name}' is no {kind}: it gives {', '.join([*signature.outputs][:3])}"
+        f"{asker and f', for which a {asker} asks'}; {command} serves one"
+    )
+
+
 def prepare_score(model: str, request: ScoreRequest) -> Call[Scores]:
     """Returns the call that scores `request`; the server learns the time-out if the request has its own."""
+
+    def build_checked(signature: ModelSignature, left_s: float) -> InferRequest:
+        check_gives(signature, "rewards")
+        return build(request, signature, None if request.timeout_s is None else left_s)
+
     return Call(
         model,
-        lambda signature, left_s: build(request, signature, None if request.timeout_s is None else left_s),
+        build_checked,
         lambda reply, queue_s, compute_s: parse(reply, request, queue_s, compute_s),
         estimate_cost(request),
         request.timeout_s,
@@ -192,7 +221,9 @@ def check_samples(name: str, samples: Any) -> None:
             f"{name} is one sample, and must be a list of samples, each {_SAMPLES[name]}: write {name}=[[...]]"
         )
     for i, sample in enumerate(samples):
-        if (name == "texts") != isinstance(sample, str) or (name == "messages" and _num_entries(sample) is None):
+        if (_SAMPLES[name] == "a string") != isinstance(sample, str) or (
+            name == "messages" and _num_entries(sample) is None
+        ):
             raise InvalidRequest(f"{name}[{i}] is {_type_with_article(sample)}; each sample must be {_SAMPLES[name]}")
         for j, message in enumerate(sample if name == "messages" else ()):
             if not isinstance(message, Mapping):

@@ -148,6 +148,7 @@ def prepare_infer(
     """
 
     def build(signature: ModelSignature, left_s: float) -> InferRequest:
+        calls.check_gives(signature, "values")
         if needs_rewards and "rewards" not in signature.outputs:
             raise InvalidRequest(
                 f"model '{model}' gives no rewards; start its server with --reward-model, or use infer and a "
@@ -178,6 +179,7 @@ def prepare_train(model: str, request: TrainRequest) -> Call[TrainReport]:
     """Returns the call that trains or validates on `request`."""
 
     def build(signature: ModelSignature, left_s: float) -> InferRequest:
+        calls.check_gives(signature, "loss_mean")
         if "report" not in signature.outputs:
             raise InvalidRequest(
                 f"model '{model}' gives no report: its server could not recognise a request that is sent again, and "
@@ -211,7 +213,8 @@ def prepare_train_loss(model: str, request: TrainRequest) -> Call[float]:
     Only a server that gives a report recognises a request that is sent again.
     """
 
-    def build(_: ModelSignature, left_s: float) -> InferRequest:
+    def build(signature: ModelSignature, left_s: float) -> InferRequest:
+        calls.check_gives(signature, "loss_mean")
         return _request(_rows(request), ["loss_mean"], left_s, **_train_parameters(request))
 
     def parse(reply: InferReply, *_: float) -> float:

@@ -22,7 +22,7 @@ from guerdon.client.calls import ModelSignature
 from guerdon.client.endpoints import Endpoint, Endpoints
 from guerdon.client.http_transport import HttpTransport
 from guerdon.client.retry import Caller, Describe, Headers, Infer, Probe, Ready, RetryPolicy, Step, Steps, Wait
-from guerdon.errors import Cancelled, GuerdonError, install_command
+from guerdon.errors import Cancelled, GuerdonError, StartError, UnknownModel, install_command
 
 T = TypeVar("T")
 
@@ -33,10 +33,11 @@ class Session:
     At most `max_in_flight` calls are under way; the others wait, and those of higher priority go first.
     """
 
-    def __init__(self, addresses: list[Address], policy: RetryPolicy, max_in_flight: int) -> None:
-        """Raises ConfigError if the files of an address's credentials cannot be read.
+    def __init__(self, addresses: list[Address], policy: RetryPolicy, max_in_flight: int, asks: str = "") -> None:
+        """`asks` is added to an UnknownModel, and says what the client asks.
 
-        Raises GuerdonError for a gRPC address in a process that was forked while gRPC was at work.
+        Raises ConfigError if the files of an address's credentials cannot be read, GuerdonError for a gRPC address in a
+        process that was forked while gRPC was at work.
         """
         self.caller = Caller(Endpoints([address.url for address in addresses]), policy, time.monotonic, random.Random())
         self._transports = {address.url: _open_transport(address, policy) for address in addresses}
@@ -48,6 +49,7 @@ class Session:
         self._descriptions: dict[tuple[Endpoint, str], asyncio.Task[ModelSignature]] = {}
         self._probes: set[asyncio.Task[None]] = set()
         self._is_closed = False
+        self._asks = asks
 
     async def run(
         self, steps: Steps[T], priority: int = 0, is_wanted: Callable[[], bool] | None = None, step: Step | None = None
@@ -74,6 +76,8 @@ class Session:
                 self._admit_next()
         except StopIteration as done:
             return done.value
+        except UnknownModel as e:
+            raise self._explained(e) from None
         finally:
             self._close_steps(steps)
 
@@ -103,6 +107,8 @@ class Session:
             return False, self._advance(steps, result)
         except StopIteration as done:
             return True, done.value
+        except UnknownModel as e:
+            raise self._explained(e) from None
         except BaseException:
             self._close_steps(steps)
             raise
@@ -170,6 +176,9 @@ class Session:
         if not task.cancelled():
             task.exception()  # all that awaited it may be cancelled
 
+    def _explained(self, error: UnknownModel) -> UnknownModel:
+        return UnknownModel(f"{error}; {self._asks}") if self._asks else error
+
     def _advance(self, steps: Steps[Any], result: Any = None, error: GuerdonError | None = None) -> Step:
         with self._lock:
             return steps.send(result) if error is None else steps.throw(error)
@@ -217,7 +226,10 @@ def _open_transport(address: Address, policy: RetryPolicy) -> Any:
     try:
         from guerdon.client.grpc_transport import GrpcTransport
     except ImportError as e:
-        raise ImportError(f"grpc:// and grpcs:// URLs need gRPC, which is an extra: {install_command('grpc')}") from e
+        raise StartError(
+            f"grpc:// and grpcs:// URLs need gRPC, which is an extra: {install_command('grpc')}",
+            "install it, or give the server's http:// URL",
+        ) from e
     return GrpcTransport(address, policy)
 
 

@@ -16,6 +16,7 @@ from guerdon.client.retry import RetryPolicy
 from guerdon.core import ScoreRequest
 
 _DEFAULT_POLICY = RetryPolicy()
+_ASKS = "a RewardClient asks what gives rewards, such as guerdon serve serves"
 
 
 class ScoreArgs(TypedDict, total=False):
@@ -54,7 +55,7 @@ class RewardClient(BlockingClient[Session]):
     ) -> None:
         """Raises InvalidRequest for a malformed URL; connects at the first call."""
         self._model = model
-        new_session = functools.partial(Session, addresses(url, credentials), policy, max_in_flight)
+        new_session = functools.partial(Session, addresses(url, credentials), policy, max_in_flight, _ASKS)
         super().__init__(new_session, (url, model, policy, max_in_flight, credentials))
 
     def score(
@@ -125,7 +126,7 @@ class AsyncRewardClient(AsyncClient[Session]):
     ) -> None:
         """Raises InvalidRequest for a malformed URL; connects at the first call."""
         self._model = model
-        session = Session(addresses(url, credentials), policy, max_in_flight)
+        session = Session(addresses(url, credentials), policy, max_in_flight, _ASKS)
         super().__init__(session, (url, model, policy, max_in_flight, credentials))
 
     async def score(

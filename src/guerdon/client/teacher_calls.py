@@ -33,17 +33,20 @@ _ALWAYS = ("logprob_counts", "errors")
 
 
 class TeacherArgs(TypedDict, total=False):
-    """What all questions to a teacher take; give exactly one of `tokens`, `texts` and `messages`.
+    """What all questions to a teacher take; give exactly one of `tokens`, `texts`, `messages` and `responses`.
 
-    Asked are the tokens behind each sample's first `prompt_lengths`, or all but the first token; of messages, those of
-    the assistant's message that ends them. `texts` may be responses to `prompts`, or to conversations in `messages`:
-    each is tokenised together with its prompt. `temperature` (1) divides the logits, `entropy` (False) asks for the
-    entropies too. `priority` and `timeout_s` are as for `RewardClient.score`.
+    `texts` are whole, as for `RewardClient.score`; `responses` are those to `prompts`, or to conversations in
+    `messages`, and each is tokenised together with its prompt. Asked are all tokens but the first, of `tokens` those
+    behind the first `prompt_lengths`, of `texts` those behind the `prompts` that they begin with, and of `responses`
+    their own; of `messages` alone those of the assistant's message that ends them, and of what the chat template writes
+    behind it. `temperature` (1) divides the logits, `entropy` (False) asks for the entropies too. `priority` and
+    `timeout_s` are as for `RewardClient.score`.
     """
 
     tokens: TokenRows
     texts: Texts
     messages: Conversations
+    responses: Texts
     prompts: Texts | None
     prompt_lengths: Integers | None
     temperature: float
@@ -126,22 +129,15 @@ def _prepare(
     parameters = {**(parameters or {}), "temperature": float(about.pop("temperature", 1.0))}
     if about.pop("entropy", False):
         outputs += ("entropy",)
-    before = about.pop("messages", None) if about.get("texts") is not None else None
+    before = _join(about)
     request = make_request(**about)
     if before is not None:
-        check_samples("messages", before)
-        if len(before) != len(request):
-            raise InvalidRequest(f"messages has {len(before)} entries for {len(request)} texts; give one before each")
         request.messages = [list(conversation) for conversation in before]
     if given is not None and len(given) != len(request):
         raise InvalidRequest(f"ids has {len(given)} entries for {len(request)} samples; it must have one entry each")
 
     def build(signature: ModelSignature, left_s: float) -> InferRequest:
-        if "logprobs" not in signature.outputs:
-            raise InvalidRequest(
-                f"model '{model}' is no teacher: it gives {', '.join(signature.outputs)}; "
-                "guerdon serve-teacher serves one"
-            )
+        calls.check_gives(signature, "logprobs")
         if request.prompts is not None and "prompts" not in signature.inputs:
             raise InvalidRequest(f"model '{model}' takes no prompts, because it reads no text: send tokens")
         sent = calls.build(request, signature, None if request.timeout_s is None else left_s)
@@ -158,6 +154,30 @@ def _prepare(
         calls.estimate_cost(request),
         request.timeout_s,
     )
+
+
+def _join(about: dict[str, Any]) -> Conversations | None:
+    """Makes `texts` of `responses`, whole ones if there are prompts; returns the conversations that they answer."""
+    responses = about.pop("responses", None)
+    if responses is None:
+        if about.get("texts") is not None and about.get("messages") is not None:
+            raise InvalidRequest("texts are whole: give the responses to messages as responses")
+        return None
+    names = [name for name in ("prompts", "messages") if about.get(name) is not None]
+    if len(names) != 1 or any(about.get(name) is not None for name in ("tokens", "texts", "prompt_lengths")):
+        raise InvalidRequest("responses go with prompts or with messages, one before each, and with nothing else")
+    (name,) = names
+    before = about.pop(name)
+    check_samples("responses", responses)
+    check_samples(name, before)
+    if len(before) != len(responses):
+        raise InvalidRequest(f"{name} has {len(before)} entries for {len(responses)} responses; give one before each")
+    if name == "messages":
+        about["texts"] = responses
+        return before
+    about["texts"] = [prompt + response for prompt, response in zip(before, responses, strict=True)]
+    about["prompts"] = before
+    return None
 
 
 def _id_tables(ids: GivenIds) -> list[np.ndarray]:

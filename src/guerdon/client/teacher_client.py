@@ -25,6 +25,7 @@ from guerdon.client.teacher_calls import (
 from guerdon.client.teacher_head import Head
 
 _DEFAULT_POLICY = RetryPolicy()
+_ASKS = "a TeacherClient asks what guerdon serve-teacher serves"
 
 
 class TeacherClient(BlockingClient[Session]):
@@ -45,7 +46,7 @@ class TeacherClient(BlockingClient[Session]):
     ) -> None:
         """Raises InvalidRequest for a malformed URL; connects at the first call."""
         self._model = model
-        new_session = functools.partial(Session, addresses(url, credentials), policy, max_in_flight)
+        new_session = functools.partial(Session, addresses(url, credentials), policy, max_in_flight, _ASKS)
         super().__init__(new_session, (url, model, policy, max_in_flight, credentials))
 
     def logprobs(self, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
@@ -104,7 +105,7 @@ class AsyncTeacherClient(AsyncClient[Session]):
     ) -> None:
         """Raises InvalidRequest for a malformed URL; connects at the first call."""
         self._model = model
-        session = Session(addresses(url, credentials), policy, max_in_flight)
+        session = Session(addresses(url, credentials), policy, max_in_flight, _ASKS)
         super().__init__(session, (url, model, policy, max_in_flight, credentials))
 
     async def logprobs(self, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:

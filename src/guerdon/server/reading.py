@@ -35,6 +35,7 @@ INLINE_BYTES = 1 << 20
 _NUM_THREADS = 2
 _RENDERED_AT_ONCE = 64
 _SHOWN_IDS = 8
+_SHOWN = 60
 
 Parts = ListLike[str | InvalidRequest]
 """A part of each sample's text, or what is wrong with it."""
@@ -151,7 +152,7 @@ class Reader:
         texts, encoder, conversations = request.texts or [], served.encoder, request.messages
         if conversations is None:
             prompts = request.prompts or []
-            return prompts, [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+            return prompts, [_begun(text, prompt) for prompt, text in zip(prompts, texts, strict=True)]
         assert isinstance(encoder, Tokenizer)
         rendered: list[str | InvalidRequest] = []
         whole: list[str | InvalidRequest] = []
@@ -326,8 +327,8 @@ def check(served: Served, request: ScoreRequest) -> None:
         or (request.texts is not None and num_prompts and (num_prompts == 2 or has_lengths))
     ):
         raise InvalidRequest(
-            "prompts go with sentences, the responses to them, and so may messages instead of prompts; both without "
-            "prompt_lengths"
+            "prompts go with sentences that begin with them, messages with sentences that are responses to them; both "
+            "without prompt_lengths"
         )
     if isinstance(request, NextTokenRequest):
         return  # its form has checked the model
@@ -506,6 +507,16 @@ def _rendered(
         return [encoder.render(conversation) for conversation in conversations]
     made = iter(encoder.render_prompts([conversation for conversation in conversations if conversation]))
     return [next(made) if conversation else "" for conversation in conversations]
+
+
+def _begun(text: str, prompt: str) -> str | InvalidRequest:
+    """Returns the text, an error unless it begins with the prompt."""
+    if text.startswith(prompt):
+        return text
+    return InvalidRequest(
+        f"the text, {text[:_SHOWN]!r}, does not begin with its prompt, {prompt[:_SHOWN]!r}: send both as one text, or "
+        "from Python the response alone as `responses`"
+    )
 
 
 def _or_nothing(text: str | InvalidRequest) -> str:

@@ -287,7 +287,8 @@ class _Handlers:
     async def head(self, request: HttpRequest) -> Reply:
         """Sends a teacher's output head; nothing if the client has it already."""
         info = self._model(request)
-        served = None if isinstance(info, OperationInfo) else self._service.catalog.entry(info.name).loaded()
+        entry = self._service.catalog.entries.get(info.name)  # sums and operations have none
+        served = None if entry is None else entry.loaded()
         if not isinstance(served, Teacher):
             raise Unsupported(f"{info.name} is no teacher, and gives no head; guerdon serve-teacher serves one")
         file = await asyncio.to_thread(served.head_file)
