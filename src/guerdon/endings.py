@@ -54,16 +54,19 @@ class Ending:
     start: str = ""
     differs: str = ""
 
+    def has_made(self, prompt: str) -> bool:
+        """Whether the template has made a prompt, as far as that can be told."""
+        return bool(self.opening) and self.opening in prompt
+
     def complete(self, text: str, prompt: str = "") -> str | None:
         """Returns a text that the template has made as it writes a whole conversation; None if it has not made it.
 
         The text begins with `prompt`, if that is given, and ends with an answer, with its ending, a part of it or none.
         """
         asked = prompt if prompt and text.startswith(prompt) else text.removesuffix(self.text)
-        place = asked.rfind(self.opening) if self.opening else -1
-        if place < 0:
+        if not self.has_made(asked):
             return None
-        place += len(self.opening)
+        place = asked.rfind(self.opening) + len(self.opening)
         answer, word = text[place:], self.lead.split()[:1]
         has_lead = answer.startswith(self.lead) or (bool(word) and answer.lstrip().startswith(word[0]))
         start = "" if text.startswith(self.start) else self.start

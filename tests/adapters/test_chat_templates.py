@@ -6,7 +6,6 @@ The reference is plain transformers on the conversation's text, as the template 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +27,11 @@ from guerdon.adapters.rewardbench import ServerPipeline
 from guerdon.adapters.trlx import create_reward_fn
 from guerdon.cli import console
 from guerdon.cli.doctor import examine_server
-from guerdon.core import ModelInfo
 from guerdon.endings import Ending, ended
 from guerdon.errors import ConfigError
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
+from server.keys import ADMIN, bearer, keyed
 
 TURNS = [
     {"role": "user", "content": "an inn in the north"},
@@ -190,9 +189,9 @@ def test_start_configuration_and_doctor_tell_the_ending(family: tuple[str, Path]
     assert ending is not None and (ending.text, [*ending.tokens]) == (chats.FAMILIES[family[0]].ending, tokens)
     texts = [finding.text for url in (server.http_url, server.grpc_url) for finding in examine_server(str(url))]
     assert sum(text.startswith(f"model reward_model: {said}; conversations get it") for text in texts) == 2
-    info = ModelInfo("reward_model", "sequence classification", ending=ending.to_json())
-    assert console.describe_ending(info).startswith(f"reward_model: {said}; conversations get it")
-    assert console.describe_ending(dataclasses.replace(info, ending="")) == ""
+    assert console.describe_ending("a", ending, ("rewards",)).startswith(f"a: {said}; conversations get it")
+    assert "asked as a part of a conversation's answer" in console.describe_ending("a", ending, ("logprobs",))
+    assert console.describe_ending("a", ending, ("values",)) == console.describe_ending("a", None, ("rewards",)) == ""
 
 
 # ------------------------------------------------------------------------------------- what is said, and what is not
@@ -271,6 +270,33 @@ def test_a_server_that_gets_a_text_without_its_ending_says_so_once(
             client.score(texts=[text])
             said.append("does not end with '<|im_end|>\\n'" in caplog.text)
     assert said == [False, False, True, False]
+
+
+def test_new_weights_may_have_another_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("guerdon.adapters.judge._judges", {})
+    monkeypatch.setenv("GUERDON_API_KEY", ADMIN)
+    for seed, name in enumerate(("old", "new")):
+        folder = zoo.checkpoint("llama", tmp_path / name, seed=seed, vocab_size=chats.VOCAB_SIZE)
+        tokenizer: Any = AutoTokenizer.from_pretrained(chats.save("chatml", folder))
+        if name == "new":  # without the line's end after an answer
+            bare = r"'<|im_end|>' + ('' if m.role == 'assistant' else '\n')"
+            tokenizer.chat_template = tokenizer.chat_template.replace(r"'<|im_end|>' + '\n'", bare)
+            tokenizer.save_pretrained(folder)
+    config = keyed(
+        tmp_path, grpc_port=None, models=[ModelConfig(model=str(tmp_path / "old"))], model_repository=str(tmp_path)
+    )
+    with served.running(config) as server, RewardClient(server.http_url) as client:
+        function = trl.reward_function(server.http_url)
+        wanted = client.score(texts=[CHATML + ANSWER + "<|im_end|>\n"]).rewards.tolist()
+        assert function([CHATML], [ANSWER]) == pytest.approx(wanted, abs=1e-6)
+        load = server.http_url + "/v2/repository/models/reward_model/load"
+        for name in ("new", "old", "new"):
+            body = {"parameters": {"model": name}}
+            loaded = httpx.post(load, json=body, headers=bearer(ADMIN), timeout=60)
+            assert loaded.status_code == 200, loaded.text
+            old, new = client.score(texts=[CHATML + ANSWER + "<|im_end|>" + line for line in ("\n", "")]).rewards
+            right, wrong = (new, old) if name == "new" else (old, new)
+            assert function([CHATML], [ANSWER]) == pytest.approx([right], abs=1e-6) != pytest.approx([wrong], abs=1e-6)
 
 
 def test_forms_can_leave_the_ending_out_or_in(chatml: RunningServer) -> None:

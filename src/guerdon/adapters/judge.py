@@ -51,6 +51,7 @@ class Judge:
         self._lost_at, self._lost_why = -_FAIL_FAST_S, ""
         self._ending: Ending | None = None
         self._has_learned = self._has_warned = False
+        self._version = ""
 
     def __reduce__(self) -> Any:
         # Some trainers pickle their function at every call: it finds its connections, and the key, where it arrives.
@@ -62,14 +63,18 @@ class Judge:
         If it `completes`, texts that the model's chat template has made end as it ends an answer, and so do token ids
         whose `prompts` it has made. Logs a warning if they do not, or if texts lack the template.
         """
-        if self._must_learn(samples):
-            started = time.monotonic()
-            try:
-                self._learn(self._client.config())
-            except GuerdonError as e:
-                self._learn_nothing(e)
-            samples["timeout_s"] = self._time_left(started)
-        return self._client.score(**self._completed(samples, completes))
+        started = time.monotonic()
+        for _ in range(2):
+            if self._must_learn(samples):
+                try:
+                    self._learn(self._client.config())
+                except GuerdonError as e:
+                    self._learn_nothing(e)
+                samples["timeout_s"] = self._time_left(started)
+            scores = self._client.score(**self._completed(samples, completes))
+            if not self._has_changed(scores):
+                break
+        return scores
 
     def score_in_queue(self, *, completes: bool = False, **samples: Unpack[ScoreArgs]) -> Scores:
         """Scores as `score` does, but fails at once if the call just before found no server in time."""
@@ -91,14 +96,18 @@ class Judge:
             url, model, _ = self._arguments
             self._by_loop[loop] = AsyncRewardClient(url, model, policy=self._policy, credentials=self._credentials)
         client = self._by_loop[loop]
-        if self._must_learn(samples):
-            started = time.monotonic()
-            try:
-                self._learn(await client.config())
-            except GuerdonError as e:
-                self._learn_nothing(e)
-            samples["timeout_s"] = self._time_left(started)
-        return await client.score(**self._completed(samples, completes))
+        started = time.monotonic()
+        for _ in range(2):
+            if self._must_learn(samples):
+                try:
+                    self._learn(await client.config())
+                except GuerdonError as e:
+                    self._learn_nothing(e)
+                samples["timeout_s"] = self._time_left(started)
+            scores = await client.score(**self._completed(samples, completes))
+            if not self._has_changed(scores):
+                break
+        return scores
 
     def _must_learn(self, samples: ScoreArgs) -> bool:
         return not self._has_learned and ("texts" in samples or "tokens" in samples)
@@ -111,6 +120,12 @@ class Judge:
         if isinstance(error, Unavailable | DeadlineExceeded | Unauthenticated | Forbidden):
             raise error
         self._has_learned = True
+
+    def _has_changed(self, scores: Scores) -> bool:
+        """Whether the weights are others than those whose ending it has learned: their template may be another, too."""
+        has_changed = self._has_learned and self._version not in ("", scores.weights_version)
+        self._version, self._has_learned = scores.weights_version, self._has_learned and not has_changed
+        return has_changed
 
     def _time_left(self, started: float) -> float:
         return max(0.001, self._arguments[2] - (time.monotonic() - started))
@@ -127,7 +142,7 @@ class Judge:
             return {**samples, "texts": ended} if completes else samples
         if tokens is not None and completes:
             pairs = zip(tokens, samples.get("prompts") or (), strict=True)
-            rows = [ending.complete_ids(row) if ending.opening in prompt else [*row] for row, prompt in pairs]
+            rows = [ending.complete_ids(row) if ending.has_made(prompt) else [*row] for row, prompt in pairs]
             return {**samples, "tokens": rows}
         return samples
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal, TextIO
 
 from guerdon import errors
@@ -77,15 +77,14 @@ def describe_proofs(info: ModelInfo) -> str:
     return f"{info.name}, proved: {'; '.join(info.proofs)}"
 
 
-def describe_ending(info: ModelInfo) -> str:
-    """Returns how the model's chat template ends an answer, and who has to append it; empty without a template."""
-    ending = Ending.parse(info.ending)
-    if ending is None:
+def describe_ending(name: str, ending: Ending | None, outputs: Collection[str]) -> str:
+    """Returns how a model's chat template ends an answer, and who has to append it; empty without a template."""
+    if ending is None or not {"rewards", "logprobs"} & {*outputs}:
         return ""
-    what = f"{info.name}: the chat template ends an answer with {ending}"
-    if info.kind == "teacher":
-        return f"{what}; of a conversation's answer these are asked as well, of a text behind messages they are not"
-    return f"{what}; {NEEDS_ENDING}"
+    what = f"{name}: the chat template ends an answer with {ending}"
+    if "rewards" in outputs:
+        return f"{what}; {NEEDS_ENDING}"
+    return f"{what}; it is asked as a part of a conversation's answer, and not behind a response to messages"
 
 
 def describe_places(places: Mapping[str, Iterable[str]]) -> str:

@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from packaging.specifiers import SpecifierSet
 
-from guerdon.cli.console import NEEDS_ENDING
+from guerdon.cli.console import describe_ending
 from guerdon.cli.doctor_model import examine_model, is_model
 from guerdon.cli.findings import Finding, note, ok, problem, report
 from guerdon.cli.installed import (
@@ -141,6 +141,7 @@ def _examine_grpc(address: Address) -> Iterator[Finding]:
         yield problem(subject, "gRPC is not installed", f"{install_command('grpc')}, or give the server's HTTP URL")
         return
     import grpc
+    from google.protobuf import json_format
     from tritonclient.grpc import service_pb2 as pb
     from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
@@ -167,8 +168,8 @@ def _examine_grpc(address: Address) -> Iterator[Finding]:
                 yield _model(subject, model.name, model.state, model.reason, "")
                 if model.state == "READY":
                     with contextlib.suppress(grpc.RpcError):  # another server may have no configurations
-                        found = stub.ModelConfig(pb.ModelConfigRequest(name=model.name), **options).config.parameters
-                        config = {"parameters": {key: {"string_value": found[key].string_value} for key in found}}
+                        found = stub.ModelConfig(pb.ModelConfigRequest(name=model.name), **options).config
+                        config = json_format.MessageToDict(found, preserving_proto_field_name=True)
                         yield from _ending(subject, model.name, config)
         except grpc.RpcError as e:
             code, refused = e.code().name, ("UNAUTHENTICATED", "PERMISSION_DENIED")
@@ -196,8 +197,9 @@ def _model(subject: str, name: str, state: str, reason: str, more: str) -> Findi
 
 def _ending(subject: str, name: str, config: dict[str, Any]) -> Iterator[Finding]:
     """Says how the model's chat template ends an answer, if its configuration does."""
-    if (ending := Ending.reported(config)) is not None:
-        yield ok(subject, f"model {name}: the chat template ends an answer with {ending}; {NEEDS_ENDING}")
+    outputs = [str(output.get("name")) for output in config.get("output", ())]
+    if text := describe_ending(f"model {name}", Ending.reported(config), outputs):
+        yield ok(subject, text)
 
 
 def _metrics(address: Address) -> str:

@@ -16,6 +16,7 @@ from guerdon.cli.parser import SHELLS, Parser, completion_script
 from guerdon.core import ModelInfo
 from guerdon.distributed.layout import wants_ranks
 from guerdon.distributed.ranks import num_started
+from guerdon.endings import Ending
 from guerdon.errors import SERVER_MODULES, ConfigError, Exit, require_modules
 from guerdon.settings.access import strip_credentials
 from guerdon.settings.actors import (
@@ -206,7 +207,7 @@ def _serve(config: ServerConfig) -> int:
                 console.say(console.describe_model(info))
                 if info.proofs:
                     console.say(console.describe_proofs(info))
-                if ending := console.describe_ending(info):
+                if ending := console.describe_ending(info.name, Ending.parse(info.ending), info.outputs):
                     console.say(ending)
         if len(service.loops.places) > 1:
             console.say(console.describe_places(service.loops.places))
