@@ -120,8 +120,9 @@ class ScoreRequest:
     `prompts` and `labels` (any JSON value) are for functions that have such parameters. `splits` are the characters at
     which texts divide into pairs, None for a text that is none; to a model that `reads_pairs` a text with a prompt is a
     pair anyway. With `add_special_tokens` the tokenizer's special tokens are added to texts; None adds them only to the
-    pairs of such a model, with `completes` the chat template's ending to texts that it has made. Without `truncation` the server's setting decides about samples that are too long. `width` is
-    the length of the padded rows that the tokens were sent in.
+    pairs of such a model. With `completes` texts that the chat template has made end as it ends an answer. Without
+    `truncation` the server's setting decides about samples that are too long. `width` is the length of the padded rows
+    that the tokens were sent in.
     """
 
     texts: list[str] | None = None

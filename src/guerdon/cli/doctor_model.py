@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from guerdon.cli.console import NEEDS_ENDING
 from guerdon.cli.findings import Finding, note, ok, problem
-from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.errors import SERVER_MODULES, CheckpointError, InvalidRequest, StartError, require_modules
 from guerdon.settings.config import LanguageModelConfig, ModelConfig
 
 if TYPE_CHECKING:
     from guerdon.engine.checkpoint.language_models import LoadedPolicy
+    from guerdon.engine.checkpoint.text import TextEncoder
     from guerdon.engine.engine import Engine
 
 _GIB = 2**30
@@ -80,6 +80,7 @@ def _examine_proofs(model: str, proofs: tuple[str, ...]) -> Iterator[Finding]:
 
 def _load_policy(model: str, no_reward_model: CheckpointError) -> LoadedPolicy:
     from guerdon.engine.checkpoint.language_models import load_policy
+    from guerdon.engine.checkpoint.text import TextEncoder
 
     try:
         return load_policy(LanguageModelConfig(model=model))

@@ -379,17 +379,20 @@ def find_splits(
 
 
 def _with_texts(request: ScoreRequest, start: str, made: ListLike[str | None]) -> ScoreRequest:
-    """Returns the request with the texts that are made anew; `start` may be new before them and before their prompts."""
-    texts = request.texts or []
-    before = [
-        start if whole is not None and not text.startswith(start) else "" for text, whole in zip(texts, made, strict=True)
+    """Returns the request with the texts that are made anew, which are no pairs but whole conversations.
+
+    The template's `start` may be new before them and before their prompts.
+    """
+    texts, prompts, splits = request.texts or [], request.prompts, request.splits
+    starts = [
+        start if whole is not None and not text.startswith(start) else ""
+        for text, whole in zip(texts, made, strict=True)
     ]
     return dataclasses.replace(
         request,
         texts=[text if whole is None else whole for text, whole in zip(texts, made, strict=True)],
-        prompts=request.prompts and [new + prompt for new, prompt in zip(before, request.prompts, strict=True)],
-        splits=request.splits
-        and [None if at is None else at + len(new) for new, at in zip(before, request.splits, strict=True)],
+        prompts=prompts and [new + prompt for new, prompt in zip(starts, prompts, strict=True)],
+        splits=splits and [at if whole is None else None for at, whole in zip(splits, made, strict=True)],
     )
 
 
