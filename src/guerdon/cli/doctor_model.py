@@ -80,7 +80,6 @@ def _examine_proofs(model: str, proofs: tuple[str, ...]) -> Iterator[Finding]:
 
 def _load_policy(model: str, no_reward_model: CheckpointError) -> LoadedPolicy:
     from guerdon.engine.checkpoint.language_models import load_policy
-    from guerdon.engine.checkpoint.text import TextEncoder
 
     try:
         return load_policy(LanguageModelConfig(model=model))
@@ -122,6 +121,7 @@ def _tokenizer_finding(model: str, takes_messages: bool, specials: str) -> Findi
 
 
 def _examine_policy(model: str, policy: LoadedPolicy) -> Iterator[Finding]:
+    from guerdon.engine.checkpoint.text import TextEncoder
     from guerdon.engine.logprobs import LanguageEngine
 
     pad = policy.trunk.config.get_text_config().pad_token_id
