@@ -193,6 +193,71 @@ def test_a_page_from_elsewhere_gets_nothing(headers: dict[str, str], status: int
 
 
 @pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        (b"", 403),
+        (b" ", 403),
+        (b"localhost", 200),
+        (b"LOCALHOST.:80", 200),
+        (b"localhost:", 200),
+        (b"[::1]", 200),
+        (b"[::FFFF:127.0.0.1]:1", 200),
+        (b"0.0.0.0:1", 200),  # an address, which no page can point elsewhere
+        (b"[::1].evil.com", 403),
+        (b"[::1]evil.com:80", 403),
+        (b"[::1", 403),
+        (b"::1", 403),
+        (b"[localhost]", 403),
+        (b"[127.0.0.1]", 403),
+        (b"[fe80::1%evil.com]", 403),
+        (b"127.0.0.1.evil.com", 403),
+        (b"127.0.0.1:80@evil.com", 403),
+        (b"localhost@evil.com", 403),
+        (b"localhost:80.evil.com", 403),
+        (b"localhost/evil.com", 403),
+        (b"localhost evil.com", 403),
+        (b"localhost..", 403),
+        (b"evil.com#.localhost", 403),
+        (b"xlocalhost", 403),
+        (b"0", 403),  # other spellings of an address are names, which a resolver may look up
+        (b"127.1", 403),
+        (b"2130706433", 403),
+        (b"0x7f000001", 403),
+        (b"0177.0.0.1", 403),
+    ],
+)
+def test_a_host_is_read_whole(host: bytes, status: int, keyless: RunningServer) -> None:
+    assert answer_to(keyless, b"GET /v2 HTTP/1.1\r\nHost: %s\r\nX-Forwarded-Host: localhost\r\n\r\n" % host) == status
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET http://localhost/v2?x=http://evil.com HTTP/1.1\r\nHost: localhost\r\n", 200),
+        (b"GET /v2?x=http://evil.com HTTP/1.1\r\nHost: localhost\r\n", 200),
+        (b"GET http://evil.com/v2 HTTP/1.1\r\nHost: localhost\r\n", 400),  # the target counts, says RFC 9112
+        (b"GET http://localhost/v2 HTTP/1.1\r\nHost: evil.com\r\n", 400),
+        (b"GET http://localhost@evil.com/v2 HTTP/1.1\r\nHost: localhost\r\n", 400),
+        (b"GET http://evil.com/v2 HTTP/1.0\r\n", 400),
+        (b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nHost: evil.com\r\n", 400),
+        (b"GET /v2 HTTP/1.0\r\nHost:\r\nOrigin: null\r\n", 403),
+        (b"GET /v2 HTTP/1.0\r\nOrigin: null\r\n", 403),
+        (b"GET /v2 HTTP/1.0\r\nHost:\r\nOrigin: http://\r\n", 403),
+    ],
+)
+def test_no_other_way_names_a_host(head: bytes, status: int, keyless: RunningServer) -> None:
+    assert answer_to(keyless, head + b"\r\n") == status
+
+
+def answer_to(server: RunningServer, head: bytes) -> int:
+    """The status that answers a head."""
+    host, port = server.http_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(head)
+        return int(connection.recv(65536).split()[1])
+
+
+@pytest.mark.parametrize(
     ("settings", "wanted"),
     [
         ({"host": "127.0.0.1"}, {"gpu-7.example.com": 403, "rewards": 403, "localhost": 200}),

@@ -414,6 +414,9 @@ class HttpConnection(HttpToolsProtocol):
                 seen[name] = value
         if version == "1.1" and b"host" not in seen:
             raise _Refused(400, "the header Host is missing; HTTP/1.1 needs it")
+        scheme, is_absolute, rest = self.url.partition(b"://")
+        if is_absolute and b"/" not in scheme and rest.partition(b"/")[0].lower() != seen.get(b"host", b"").lower():
+            raise _Refused(400, "the request's target names another host than the header Host")
         coding = seen.get(b"transfer-encoding")
         if coding is None:
             length = seen.get(b"content-length", b"").strip(b" \t")

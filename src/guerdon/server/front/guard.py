@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 
 from starlette.types import Scope
@@ -18,6 +19,8 @@ OPEN = frozenset({"/health", "/health/", "/v2/health/live", "/v2/health/ready"})
 """The paths that need no key: probes ask them, and they reveal nothing of the models."""
 
 _PYTRITONS = PYTRITONS_HEADER.encode()
+
+_HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/\\?#\s]+))(?::\d{0,5})?")
 
 
 class Guard:
@@ -56,7 +59,7 @@ class Guard:
     def _check_origin(self, headers: dict[bytes, bytes]) -> None:
         _check_page(headers)
         if self._own_names is not None:
-            _check_host(headers.get(b"host", b"").decode("latin-1"), self._own_names)
+            _check_host(headers.get(b"host"), self._own_names)
 
 
 def _check_page(headers: dict[bytes, bytes]) -> None:
@@ -66,7 +69,7 @@ def _check_page(headers: dict[bytes, bytes]) -> None:
     `Sec-Fetch-Site`. Following a link to this server's page is a navigation, which no script reads.
     """
     origin, host = headers.get(b"origin"), headers.get(b"host", b"")
-    is_foreign = origin is not None and origin.lower().partition(b"://")[2] != host.lower()
+    is_foreign = origin is not None and (origin.lower().partition(b"://")[2] or None) != host.lower()
     if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
         is_foreign = is_foreign or headers.get(b"sec-fetch-mode") != b"navigate"
     if is_foreign:
@@ -78,31 +81,34 @@ def _own_names(config: ServerConfig, has_keys: bool) -> frozenset[str] | None:
     if has_keys or not (config.allowed_hosts or is_loopback(config.host)):
         return None
     machine = socket.gethostname()
-    names = ("localhost", config.host, machine, machine.partition(".")[0], *config.allowed_hosts)
-    return frozenset(_name(name) for name in names)
+    names = ("localhost", machine, machine.partition(".")[0], *config.allowed_hosts)
+    return frozenset({config.host.lower(), *(_name(name)[0] for name in names)})
 
 
-def _check_host(host: str, names: frozenset[str]) -> None:
+def _check_host(host: bytes | None, names: frozenset[str]) -> None:
     """DNS rebinding: raises Forbidden for a name that a foreign page may have pointed here.
 
     Nobody can point an address elsewhere. Only HTTP/1.0 has no Host, and no browser speaks it.
     """
-    name = _name(host)
-    if not name or name in names or name.endswith(".localhost"):
+    if host is None:
         return
+    name, is_address = _name(host.decode("latin-1"))
+    if is_address or (name and (name in names or name.endswith(".localhost"))):
+        return
+    raise Forbidden(
+        f"{host[:256].decode('latin-1')!r} is not known as a name of this server, which asks for no key (DNS "
+        "rebinding): ask localhost or its address, or start it with `--allowed-hosts NAME`"
+    )
+
+
+def _name(host: str) -> tuple[str, bool]:
+    """Returns the name or address in a Host header, and whether it is an address; "" if the header is malformed."""
+    found = _HOST.fullmatch(host.strip().lower())
+    if found is None:
+        return "", False
+    name = found["address"] or found["name"].removesuffix(".")
     try:
-        ipaddress.ip_address(name)
+        (ipaddress.IPv6Address if found["address"] else ipaddress.IPv4Address)(name)
     except ValueError:
-        raise Forbidden(
-            f"{name[:256]!r} is not known as a name of this server, which asks for no key (DNS rebinding): ask "
-            "localhost or its address, or start it with `--allowed-hosts NAME`"
-        ) from None
-
-
-def _name(host: str) -> str:
-    """Returns the name or address in a Host header."""
-    text = host.strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    name, colon, _ = text.rpartition(":")
-    return (name if colon and ":" not in name else text).removesuffix(".")
+        return ("" if found["address"] else name), False
+    return name, True
