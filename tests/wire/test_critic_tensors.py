@@ -162,7 +162,7 @@ def test_save_takes_metrics_and_load_a_name():
 @pytest.mark.parametrize(
     ("operation", "arrays", "message"),
     [
-        (Operation.SAVE, {"metrics": [b"{"]}, "'metrics': not valid JSON"),
+        (Operation.SAVE, {"metrics": [b"{"]}, "'metrics' is not valid JSON"),
         (Operation.SAVE, {"metrics": [b"[1]"]}, "a JSON object of names and numbers"),
         (Operation.SAVE, {"metrics": [b'{"a": true}']}, "a JSON object of names and numbers"),
         (Operation.SAVE, {"metrics": [b"{}", b"{}"]}, r"'metrics' must be BYTES \[1\], not BYTES \[2\]"),

@@ -8,7 +8,7 @@ import pytest
 import tritonclient.http
 
 from guerdon.errors import InvalidRequest, Unsupported
-from guerdon.wire.bodies import MAX_VALUES
+from guerdon.wire import tensors
 from guerdon.wire.kserve import decode, decode_reply, encode, encode_request
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor
 
@@ -97,7 +97,7 @@ def test_json_has_the_fewest_digits_from_which_the_same_float32_is_read():
 
 
 def test_more_numbers_than_a_body_may_have_are_not_written_as_json():
-    values = np.broadcast_to(np.float32(0), (1, MAX_VALUES + 1))
+    values = np.broadcast_to(np.float32(0), (1, tensors.MAX_WRITTEN + 1))
     with pytest.raises(InvalidRequest, match=r"output 'values' has 16,777,217 numbers, .*binary_data"):
         encode(InferReply("m", "1", [Tensor.of("values", values)]), InferRequest({}))
 

@@ -6,7 +6,16 @@ import tritonclient.grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from guerdon.errors import InvalidRequest, Unsupported
-from guerdon.wire.kserve_grpc import decode, decode_reply, encode, encode_request
+from guerdon.wire.kserve_grpc import (
+    MAX_PARTS,
+    MAX_PARTS_BYTES,
+    MAX_TEXTS,
+    decode,
+    decode_reply,
+    encode,
+    encode_request,
+    parse,
+)
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor
 
 
@@ -87,3 +96,40 @@ def test_malformed_messages_are_refused():
     shared.inputs[0].parameters["shared_memory_region"].string_param = "r"
     with pytest.raises(Unsupported, match="shared memory"):
         decode(shared)
+
+
+def nested(count: int, **contents) -> pb.ModelInferRequest:
+    """A message of one input, of whose parts there are so many."""
+    message = typed("x", "INT64", [1] if contents else [1] * count, **contents)
+    message.inputs[0].parameters["key"].string_param = "x" * 70_000  # long enough to be looked at
+    return message
+
+
+@pytest.mark.parametrize(
+    ("message", "is_read"),
+    [
+        (nested(0, bytes_contents=[b""] * MAX_TEXTS), True),
+        (nested(0, bytes_contents=[b"x" * (8 << 20)]), True),
+        (nested(0, bytes_contents=[b""] * (MAX_TEXTS + 1)), False),
+        (nested(0, int64_contents=[1] * 4_000_000), True),
+        (nested(0, int64_contents=[1] * (MAX_PARTS_BYTES + 1)), False),
+        (nested(0, bool_contents=[True] * (MAX_PARTS_BYTES + 1)), False),
+        (nested(MAX_PARTS_BYTES + 1), False),
+    ],
+)
+def test_parts_of_tensors_count_as_those_of_the_message(message: pb.ModelInferRequest, is_read: bool) -> None:
+    """Parsing 32 MiB of them took seconds, in which nothing else ran."""
+    data = message.SerializeToString()
+    if is_read:
+        assert parse(data) == message
+    else:
+        with pytest.raises(InvalidRequest, match="send tensors in raw_input_contents"):
+            parse(data)
+
+
+def test_parameters_of_tensors_are_few() -> None:
+    message = typed("x", "INT64", [1])
+    for i in range(MAX_PARTS):
+        message.inputs[0].parameters[f"a long name of the key {i}"].int64_param = i
+    with pytest.raises(InvalidRequest, match="more than 4,096 parts"):
+        parse(message.SerializeToString())

@@ -29,8 +29,11 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-INLINE_BYTES = 1 << 20
-"""Work on more bytes runs in a thread."""
+INLINE_BYTES = 1 << 18
+"""Work on more bytes runs in a thread: the event loop would be blocked for more than a few milliseconds."""
+
+MANY_ROWS = 1024
+"""Work on more samples, one after the other, runs in a thread."""
 
 _NUM_THREADS = 2
 _RENDERED_AT_ONCE = 64
@@ -44,18 +47,12 @@ Rows = ListLike[np.ndarray | Sequence | str | InvalidRequest]
 """Of each sample its ids, or its text, or what is wrong with it."""
 
 
-async def off_loop(work: Callable[[], T], num_bytes: int, inline_bytes: int = INLINE_BYTES) -> T:
-    """Runs `work`, in a thread if `num_bytes` is large."""
-    return work() if num_bytes <= inline_bytes else await asyncio.to_thread(work)
+class Workers:
+    """A few threads, on which the clients take turns: few, because what they do holds the GIL part of the time."""
 
-
-class Reader:
-    """Reads requests for every model; tokenises on threads of its own, on which the clients take turns."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="guerdon-tokenise")
+    def __init__(self, name: str) -> None:
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"guerdon-{name}")
         self._turns = FairTurns(_NUM_THREADS)
-        self._warned: set[ModelInfo] = set()
 
     def close(self) -> None:
         """Ends the threads; cancels what waits for them."""
@@ -71,6 +68,18 @@ class Reader:
             raise
         done.add_done_callback(lambda _: self._turns.release())
         return await asyncio.shield(done)
+
+    async def run_if(self, is_long: bool, client: str, work: Callable[[], T]) -> T:
+        """Runs `work`, on one of the threads if it `is_long`."""
+        return await self.run(client, work) if is_long else work()
+
+
+class Reader(Workers):
+    """Reads requests for every model; tokenises on its threads."""
+
+    def __init__(self) -> None:
+        super().__init__("tokenise")
+        self._warned: set[ModelInfo] = set()
 
     async def read(
         self, entry: Entry, request: ScoreRequest, client: str, check_room: Callable[[], None]
@@ -114,14 +123,8 @@ class Reader:
                 break  # else another model has taken its place, whose tokenizer may be another
         if lengths is not request.prompt_lengths:
             request = dataclasses.replace(request, prompt_lengths=lengths)
-        sequences = [sequence(row, request, i) for i, row in enumerate(rows)]
-        errors = [row if isinstance(row, InvalidRequest) else None for row in rows]
-        if cut is not None:
-            errors = [error or truncating.find_loss(s, cut) for error, s in zip(errors, sequences, strict=True)]
-            sequences = [truncating.truncated(s, cut) for s in sequences]
-        errors = [error or find_fault(s, served.info) for error, s in zip(errors, sequences, strict=True)]
-        if request.queries is not None:
-            size_answers([s for s, error in zip(sequences, errors, strict=True) if error is None], served.info)
+        work = functools.partial(_to_sequences, rows, request, cut, served.info)
+        sequences, errors = await self.run_if(len(rows) > MANY_ROWS, client, work)
         return served, sequences, errors, None
 
     async def _read_joined(self, served: Served, request: ScoreRequest, client: str) -> tuple[Rows, np.ndarray]:
@@ -311,6 +314,21 @@ class Reader:
         while (rows := await self.run(client, lambda: _advance(steps))) is None:
             pass
         return rows
+
+
+def _to_sequences(
+    rows: Rows, request: ScoreRequest, cut: Truncation | None, info: ModelInfo
+) -> tuple[list[Sequence], list[InvalidRequest | None]]:
+    """Returns the sequence of each row, and what is wrong with it, if anything."""
+    sequences = [sequence(row, request, i) for i, row in enumerate(rows)]
+    errors = [row if isinstance(row, InvalidRequest) else None for row in rows]
+    if cut is not None:
+        errors = [error or truncating.find_loss(s, cut) for error, s in zip(errors, sequences, strict=True)]
+        sequences = [truncating.truncated(s, cut) for s in sequences]
+    errors = [error or find_fault(s, info) for error, s in zip(errors, sequences, strict=True)]
+    if request.queries is not None:
+        size_answers([s for s, error in zip(sequences, errors, strict=True) if error is None], info)
+    return sequences, errors
 
 
 def check(served: Served, request: ScoreRequest) -> None:

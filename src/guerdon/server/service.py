@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import math
 import time
 from collections.abc import Sequence as ListLike
 
-from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest, Sequence
+from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.critic_core import ControlRequest, TrainRequest
 from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, RanksLost, Unavailable
-from guerdon.server import judgements, reading, sums, tracing, triton
+from guerdon.server import answers, judgements, reading, sums, tracing, triton
 from guerdon.server.auth import Access
 from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.jobs import Job, Limits
@@ -61,6 +62,8 @@ class Service:
         self.access = Access(config)
         self.traces = tracing.turned_on(config.traces)
         self.reader = reading.Reader()
+        self.codec = reading.Workers("codec")
+        """Decodes requests and encodes answers."""
         self.max_request_sequences = config.max_request_sequences
         self._timeout_s = config.request_timeout_s
         self._asyncio: asyncio.AbstractEventLoop | None = None
@@ -118,6 +121,9 @@ class Service:
                 )
                 accepted = [s for s, error in zip(sequences, errors, strict=True) if error is None]
                 job = Job(accepted, request.priority, started, client, started + (allowed_s or math.inf))
+                is_large = len(accepted) > reading.MANY_ROWS
+                if is_large:
+                    await self.reader.run(client, functools.partial(self.loops.price, name, job))
                 if accepted:
                     assert self._asyncio is not None, "start() comes first"
                     job.owner = scored = self._asyncio.create_future()
@@ -126,18 +132,20 @@ class Service:
                     try:
                         await scored
                     except asyncio.CancelledError:
-                        self.loops.of[name].cancel(name, job)
+                        cancel = functools.partial(self.loops.of[name].cancel, name, job)
+                        cancel() if not is_large else self._asyncio.run_in_executor(None, cancel)
                         raise
                     finally:
                         if job.traced is not None:
-                            job.traced.end(job.taken, len(accepted), sum(s.num_tokens for s in accepted))
+                            job.traced.end(job.taken, len(accepted), job.num_tokens)
         except TimeoutError:
             raise DeadlineExceeded(f"not scored within the {allowed_s:g} s that it was allowed") from None
-        reply = _assemble(job, served.info.weights_version, sequences, errors)
+        work = functools.partial(answers.assemble, job, served.info.weights_version, sequences, errors)
+        reply = await self.reader.run_if(len(sequences) > reading.MANY_ROWS, client, work)
         reply = await judgements.reduced(served, plan, reply, self.metrics)
         reply.text = served.encoder if isinstance(served.encoder, Decodes) else None
-        self.metrics.add("guerdon_received_tokens", sum(s.num_tokens for s in accepted), name)
-        self._note(entry.info, request, reply)
+        self.metrics.add("guerdon_received_tokens", job.num_tokens, name)
+        await self._note(entry.info, request, reply, client)
         return reply
 
     async def _score_sum(self, made: sums.Sum, request: ScoreRequest, client: str) -> ScoreReply:
@@ -146,13 +154,17 @@ class Service:
         replies = await sums.score_components(
             made.components, lambda component: self.score(component, request, client, started=started)
         )
-        self._note(made.info, request, reply := made.combine(replies))
+        await self._note(made.info, request, reply := made.combine(replies), client)
         self.metrics.components(made.info.name, made.statistics())
         return reply
 
-    def _note(self, info: ModelInfo, request: ScoreRequest, reply: ScoreReply) -> None:
+    async def _note(self, info: ModelInfo, request: ScoreRequest, reply: ScoreReply, client: str) -> None:
         """Counts an answered request."""
-        lengths = reply.lengths if any(reply.lengths) else reading.estimate_lengths(request)
+        lengths = reply.lengths
+        if not any(lengths):
+            num_read = max(len(request), *(map(len, request.messages or ())), 0)
+            estimate = functools.partial(reading.estimate_lengths, request)
+            lengths = await self.reader.run_if(num_read > reading.MANY_ROWS, client, estimate)
         num_failed = self.metrics.reply(info.name, reply)
         tracing.tell(model=info.name, failed_sequences=num_failed, weights_version=reply.weights_version)
         self.recorder.note(info, request, reply, lengths)
@@ -207,6 +219,7 @@ class Service:
         if self.critic is not None and has_ended:
             self.critic.close()
         self.reader.close()
+        self.codec.close()
         if self.traces is not None:
             self.traces.close()
 
@@ -236,34 +249,4 @@ class Service:
             self.end()
 
     def _deliver(self, jobs: list[Job]) -> None:
-        """Called on a loop's thread; a batch wakes the asyncio loop once."""
-        if not jobs:
-            return
-        assert self._asyncio is not None
-        try:
-            self._asyncio.call_soon_threadsafe(_resolve, jobs)
-        except RuntimeError:
-            if not self._asyncio.is_closed():  # nobody waits any more
-                raise
-
-
-def _resolve(jobs: list[Job]) -> None:
-    for job in jobs:
-        assert isinstance(job.owner, asyncio.Future)
-        if not job.owner.done():
-            job.owner.set_result(None)
-
-
-def _assemble(job: Job, version: str, sequences: list[Sequence], errors: list[InvalidRequest | None]) -> ScoreReply:
-    """Puts the job's results between the `errors`; `version` is the weights' if nothing was computed."""
-    computed = iter(job.results)
-    results: list[Score | GuerdonError] = []
-    for error in errors:
-        result = next(computed) if error is None else error
-        assert result is not None
-        if isinstance(result, Unavailable):
-            raise copy.copy(result)  # other requests raise it, too
-        results.append(result)
-    queue_s = max(0.0, job.taken - job.arrived) if job.sequences else 0.0
-    lengths, tokens = [len(s.tokens) for s in sequences], [s.tokens for s in sequences]
-    return ScoreReply(results, lengths, job.weights_version or version, queue_s, job.compute_s, tokens)
+        answers.deliver(jobs, self._asyncio)

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-import functools
+import operator
 import re
 import reprlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+import typing
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import orjson
 
 from guerdon.errors import InvalidRequest
+from guerdon.wire import long_json
 
 T = TypeVar("T")
 
-MAX_VALUES = 1 << 24
-"""Most values in the JSON of one body: these take a gigabyte, and block the process for seconds."""
+Octets = bytes | bytearray | memoryview
+
+MAX_VALUES = 1 << 22
+"""Most values in the JSON of one body: these take 256 MiB."""
+
+MAX_CONTAINERS = 1 << 19
+"""Most lists and objects in the JSON of one body: a collection of Python's garbage looks at each of them, 0.1 s."""
 
 MAX_DEPTH = 64
 """Deepest nesting of a value that the server keeps: Python's own recursion stops at about a thousand."""
+
+AT_ONCE = 1 << 16
+"""Values that C code takes at once: it holds the GIL meanwhile, for a few milliseconds."""
 
 MAX_ROWS = 1 << 20
 """Most samples in one body, whatever the server's own limit: each takes much more memory than its bytes."""
 
 _MAX_TEXT = 2000
-_LONG_BYTES = MAX_VALUES // 2
 _VALUE_BYTES = 64
-_MANY_VALUES = 1 << 22
 _COUNTED_BYTES = 1 << 18
 _CONTAINERS = frozenset((list, dict))
 _PROBLEM = re.compile(r"(?P<problem>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?", re.DOTALL)
@@ -50,29 +58,36 @@ class JsonList:
             self.pieces.append(("," * bool(self.pieces) + text).encode())
 
 
-def read(body: bytes | memoryview, kind: type[T], what: str = "the body") -> T:
+def read(body: Octets, kind: type[T], what: str = "the body") -> T:
     """Returns the JSON as a value of the type `kind`, such as a msgspec struct.
 
-    Raises InvalidRequest, which names the key and index at fault, what stands there, and what to send.
+    Raises InvalidRequest, which names the key and index at fault, what stands there, and what to send. Never holds the
+    interpreter for long, and so belongs into a thread if the body is long.
     """
-    if len(body) > _LONG_BYTES:
+    if is_long := len(body) > long_json.PIECE:
         check_values([body], what)
+
+    def explain(error: msgspec.ValidationError, text: Any, node: Any, path: str = "", first: int = 0) -> InvalidRequest:
+        return InvalidRequest(_explain(str(error), msgspec.json.decode(text), node, what, path, first))
+
     try:
-        decoded: T = _decoder(cast(Hashable, kind)).decode(body)
-        return decoded
-    except msgspec.ValidationError as e:
-        raise InvalidRequest(_explain(str(e), parse(body, what), kind, what)) from e
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise _not_json(e, what) from e
+        try:
+            made = (
+                long_json.read(body, kind, explain)
+                if is_long
+                else long_json.decoder(typing.cast(Hashable, kind)).decode(body)
+            )
+        except msgspec.ValidationError as e:
+            raise explain(e, body, kind) from e
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, long_json.Malformed) as e:
+        why = "it is nested too deep" if isinstance(e, RecursionError) else e
+        raise InvalidRequest(f"{what} is not valid JSON: {why}") from e
+    return typing.cast(T, made)
 
 
-def parse(body: bytes | memoryview, what: str = "the body") -> Any:
+def parse(body: Octets, what: str = "the body") -> Any:
     """Returns the JSON as plain values; raises InvalidRequest."""
-    check_values([body], what)
-    try:
-        return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise _not_json(e, what) from e
+    return read(body, typing.cast(type[Any], Any), what)
 
 
 def convert(value: Mapping[str, Any], kind: type[T], what: str) -> T:
@@ -80,7 +95,7 @@ def convert(value: Mapping[str, Any], kind: type[T], what: str) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as e:
-        raise InvalidRequest(_explain(str(e), value, kind, what, f"{what}: ")) from e
+        raise InvalidRequest(f"{what}: " * (" - at `$" in str(e)) + _explain(str(e), value, kind, what)) from e
 
 
 def write(value: Any) -> bytes:
@@ -105,14 +120,17 @@ def write_in_pieces(value: Any) -> list[bytes]:
     return pieces
 
 
-def check_values(texts: Sequence[bytes | memoryview], what: str) -> None:
-    """Raises InvalidRequest if the JSON texts have more than MAX_VALUES values together."""
-    # Shorter texts cannot have so many, and most longer ones have few marks.
-    is_long = sum(map(len, texts)) > _LONG_BYTES
-    if is_long and sum(map(_num_marks, texts)) > MAX_VALUES and sum(map(num_values, texts)) > MAX_VALUES:
-        raise InvalidRequest(
-            f"{what} has more than {MAX_VALUES:,} values as JSON; send tensors in binary form, or fewer samples"
-        )
+def check_values(texts: Sequence[Octets], what: str) -> None:
+    """Raises InvalidRequest if the JSON texts have more than MAX_VALUES values, or MAX_CONTAINERS, together."""
+    if sum(map(len, texts)) <= MAX_CONTAINERS:  # shorter texts cannot have so many
+        return
+    for count in (_Marks.near, _Marks.of):  # most texts have few marks, also if those within strings count
+        marks = sum(map(count, texts), _Marks())
+        num_values, num_containers = marks.num_values, marks.lists + marks.objects
+        if num_values <= MAX_VALUES and num_containers <= MAX_CONTAINERS:
+            return
+    most = f"{MAX_VALUES:,} values" if num_values > MAX_VALUES else f"{MAX_CONTAINERS:,} lists and objects"
+    raise InvalidRequest(f"{what} has more than {most} as JSON; send tensors in binary form, or fewer samples")
 
 
 def check_depth(value: Any, what: str) -> None:
@@ -131,26 +149,41 @@ def check_count(count: int, what: str) -> None:
         raise InvalidRequest(f"{what} has {count:,} entries, at most {MAX_ROWS:,} are accepted; send fewer")
 
 
-def num_values(text: bytes | memoryview) -> int:
+def num_values(text: Octets) -> int:
     """Returns an upper bound of the number of values in the JSON; an object counts as four, a list as two.
 
     Marks inside strings, which may be JSON again, do not count.
     """
-    count, is_inside, escape = 0, 0, b""
-    for start in range(0, len(text), _COUNTED_BYTES):
-        block = (escape + bytes(text[start : start + _COUNTED_BYTES])).replace(b"\\\\", b"").replace(b'\\"', b"")
-        escape = b"\\" if block.endswith(b"\\") else b""  # it escapes the next block's first byte
-        found = np.frombuffer(block, np.uint8)
-        inside = (np.cumsum(found == ord('"'), dtype=np.uint8) + np.uint8(is_inside)) & 1
-        count += _num_marks(found[inside == 0])
-        is_inside = int(inside[-1]) if len(inside) else is_inside
-    return count
+    return _Marks.of(text).num_values
 
 
-def memory(body: bytes | memoryview) -> int:
+def memory(body: Octets) -> int:
     """Estimates the peak bytes of memory that parsing the body as JSON takes."""
-    count = _num_marks(body)
-    return len(body) + _VALUE_BYTES * (count if count <= _MANY_VALUES else num_values(body))
+    count = _Marks.near(body).num_values
+    return len(body) + _VALUE_BYTES * (count if count <= MAX_VALUES else num_values(body))
+
+
+def to_array(values: Sequence[Any], dtype: Any) -> np.ndarray:
+    """Returns the numbers as an array; converts some at a time, since numpy holds the GIL meanwhile."""
+    made = np.empty(len(values), dtype)
+    for some in slices(len(values)):
+        made[some] = np.array(values[some], dtype)
+    return made
+
+
+def to_ids(row: list[int]) -> np.ndarray:
+    """Returns token ids as an int64 array."""
+    return to_array(row, np.int64)
+
+
+def kinds_of(values: Sequence[Any]) -> set[type]:
+    """Returns the types of the values."""
+    return {kind for some in slices(len(values)) for kind in {*map(type, values[some])}}
+
+
+def slices(count: int, size: int = AT_ONCE) -> Iterator[slice]:
+    """Yields slices that cover so many values."""
+    return (slice(start, start + size) for start in range(0, count, size))
 
 
 def shown(value: Any) -> str:
@@ -169,24 +202,46 @@ def kind_of(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
-def _num_marks(text: bytes | memoryview | np.ndarray) -> int:
-    """As `num_values`, with the marks inside strings; fast."""
-    found = np.frombuffer(text, np.uint8)
-    return sum(weight * int(np.count_nonzero(found == ord(mark))) for mark, weight in ((",", 1), ("[", 2), ("{", 4)))
+class _Marks(NamedTuple):
+    """How many commas, lists and objects a JSON text has."""
+
+    commas: int = 0
+    lists: int = 0
+    objects: int = 0
+
+    @property
+    def num_values(self) -> int:
+        return self.commas + 2 * self.lists + 4 * self.objects
+
+    def __add__(self, other: Any) -> _Marks:
+        return _Marks(*map(operator.add, self, other))
+
+    @classmethod
+    def near(cls, text: Octets) -> _Marks:
+        """Counts those within strings as well; fast."""
+        found = cls()
+        for start in range(0, len(text), _COUNTED_BYTES):
+            block = bytes(text[start : start + _COUNTED_BYTES])
+            found += cls(block.count(b","), block.count(b"["), block.count(b"{"))
+        return found
+
+    @classmethod
+    def of(cls, text: Octets) -> _Marks:
+        """Counts those outside of strings."""
+        found, is_inside, escape = cls(), 0, b""
+        for start in range(0, len(text), _COUNTED_BYTES):
+            block = escape + bytes(text[start : start + _COUNTED_BYTES])
+            block = block.replace(b"\\\\", b"").replace(b'\\"', b"")
+            escape = b"\\" if block.endswith(b"\\") else b""  # it escapes the next block's first byte
+            marks = np.frombuffer(block, np.uint8)
+            inside = (np.cumsum(marks == ord('"'), dtype=np.uint8) + np.uint8(is_inside)) & 1
+            found += cls.near(marks[inside == 0].tobytes())
+            is_inside = int(inside[-1]) if len(inside) else is_inside
+        return found
 
 
 def _inside(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value
-
-
-def _not_json(error: Exception, what: str) -> InvalidRequest:
-    why = "it is nested too deep" if isinstance(error, RecursionError) else error
-    return InvalidRequest(f"{what} is not valid JSON: {why}")
-
-
-@functools.cache
-def _decoder(kind: Any) -> Any:
-    return msgspec.json.Decoder(kind)
 
 
 def _numpy(value: Any) -> msgspec.Raw:
@@ -200,16 +255,19 @@ _ENCODER = msgspec.json.Encoder(enc_hook=_numpy)
 # --- errors --------------------------------------------------------------------------------------------------------
 
 
-def _explain(message: str, value: Any, kind: Any, what: str, prefix: str = "") -> str:
-    """Rewords msgspec's `message` about `value`, which is not a `kind`: adds the value found, and what to send."""
+def _explain(message: str, value: Any, kind: Any, what: str, path: str = "", first: int = 0) -> str:
+    """Rewords msgspec's `message` about `value`, which is not a `kind`: adds the value found, and what to send.
+
+    `value` stands at the path, of a list those from the element `first` on.
+    """
     found = _PROBLEM.fullmatch(message)
     assert found is not None
-    problem, node, place = found["problem"], msgspec.inspect.type_info(kind), ""
+    problem, node = found["problem"], msgspec.inspect.type_info(kind)
     for step in _STEP.finditer(found["path"] or ""):
-        place += step[0]
-        key = step["key"] or int(step["index"])
+        key: str | int = step["key"] or int(step["index"])
+        path, first = path + (f".{key}" if isinstance(key, str) else f"[{key + first}]"), 0
         node, value = _inner(node, key), value[key]
-    subject = prefix + place.removeprefix(".") if place else what
+    subject = path.removeprefix(".") or what
     if name := re.search(r"missing required field `(.*)`", problem):
         return f"{subject} has no {name[1]!r}; send {_wanted(node)}"
     if name := re.search(r"unknown field `(.*)`", problem):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import typing
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from guerdon.critic_core import (
 )
 from guerdon.errors import InvalidRequest
 from guerdon.trees import NO_TREE_REWARDS
-from guerdon.wire.bodies import shown
+from guerdon.wire.bodies import parse, shown
 from guerdon.wire.signature import MODEL_VERSION, check_names, input_specs, known_outputs
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor, floats, integer_per_row, integers
 
@@ -210,14 +211,11 @@ def _text(tensor: Tensor) -> str:
 
 
 def _metrics(text: str) -> dict[str, float]:
-    try:
-        metrics = orjson.loads(text)
-    except orjson.JSONDecodeError as e:
-        raise InvalidRequest(f"input 'metrics': not valid JSON: {e}") from e
+    metrics = parse(text.encode(), "input 'metrics'")
     if not isinstance(metrics, dict):
         raise InvalidRequest("input 'metrics': must be a JSON object of names and numbers")
     for name, value in metrics.items():
-        if type(value) not in (int, float):
+        if type(value) not in (int, float) or abs(value) > sys.float_info.max:
             raise InvalidRequest(
                 f"input 'metrics': must be a JSON object of names and numbers; {name[:100]!r} is not a finite number"
             )

@@ -72,7 +72,9 @@ class ErrorBody(msgspec.Struct):
     error: str
 
 
-def read(body: bytes, header_length: int | None, info: ModelInfo | OperationInfo) -> tuple[InferRequest, ServedRequest]:
+def read(
+    body: bodies.Octets, header_length: int | None, info: ModelInfo | OperationInfo
+) -> tuple[InferRequest, ServedRequest]:
     """Returns the tensors in `body`, and the request that they carry; raises InvalidRequest, Unsupported."""
     request = decode(body, header_length)
     return request, to_request(request, info)
@@ -104,13 +106,13 @@ def to_error(error: GuerdonError) -> tuple[int, ErrorBody]:
     return error.http, ErrorBody(bodies.cut(str(error)))
 
 
-def decode(body: bytes, header_length: int | None) -> InferRequest:
+def decode(body: bodies.Octets, header_length: int | None) -> InferRequest:
     """Returns the request in `body`, whose first `header_length` bytes are JSON (None: all of it; 0: one raw text).
 
     Raises InvalidRequest, which says what is malformed, and Unsupported for shared memory.
     """
     if header_length == 0:
-        return InferRequest({"": Tensor("", "BYTES", (1, 1), [body])}, binary_default=True)
+        return InferRequest({"": Tensor("", "BYTES", (1, 1), [bytes(body)])}, binary_default=True)
     head, binary = _split(body, header_length, RequestBody)
     parameters = head.parameters or {}
     binary_default = bool(parameters.get("binary_data_output", False))
@@ -164,7 +166,7 @@ def decode_reply(body: bytes, header_length: int | None) -> InferReply:
     return InferReply(_text(head.model_name), _text(head.model_version), outputs, _text(head.id), head.parameters or {})
 
 
-def _split(body: bytes, header_length: int | None, kind: type[Head]) -> tuple[Head, memoryview]:
+def _split(body: bodies.Octets, header_length: int | None, kind: type[Head]) -> tuple[Head, memoryview]:
     """Returns the JSON, and the bytes behind it."""
     if header_length is None:
         header_length = len(body)

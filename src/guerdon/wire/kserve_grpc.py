@@ -11,17 +11,28 @@ from tritonclient.grpc import service_pb2 as pb
 
 from guerdon.errors import InvalidRequest, Unsupported
 from guerdon.wire import tensors
-from guerdon.wire.bodies import check_count, shown
+from guerdon.wire.bodies import check_count, shown, to_array
 from guerdon.wire.tensors import MAX_DIMENSION, MAX_RANK, InferReply, InferRequest, Tensor
 
-MAX_PARTS = 4096
-MAX_PARTS_BYTES = 32 << 20
-"""Most parts of a message, and most bytes of them beside its raw contents."""
+MAX_PARTS, MAX_TEXTS = 4096, 1 << 16
+MAX_PARTS_BYTES = 4 << 20
+"""Most parts of a message with those of its tensors, most texts beside them, and most bytes of the parts: parsing them
+holds the GIL for 0.1 s. Raw contents do not count, nor the texts' bytes.
+"""
 
 _SMALL_BYTES = 65_536
 _PART_FACTOR = 24
-_RAW = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
+_TEXT_BYTES = 100
 _FIXED_BYTES = {1: 8, 5: 4}
+_TENSOR = pb.ModelInferRequest.InferInputTensor
+_RAW = (pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER,)
+_TEXTS = (
+    pb.ModelInferRequest.INPUTS_FIELD_NUMBER,
+    _TENSOR.CONTENTS_FIELD_NUMBER,
+    pb.InferTensorContents.BYTES_CONTENTS_FIELD_NUMBER,
+)
+_WALKED = {_TEXTS[:1], _TEXTS[:2], (pb.ModelInferRequest.OUTPUTS_FIELD_NUMBER,)}
+"""The paths of the messages whose parts count one by one."""
 
 _CONTENTS = {
     "BOOL": "bool_contents",
@@ -40,10 +51,7 @@ _CONTENTS = {
 
 
 def parse(data: bytes) -> pb.ModelInferRequest:
-    """Returns the message in `data`; raises InvalidRequest, also if it has more parts than a request needs.
-
-    Each part takes up to fifty times its bytes in memory, unless it is raw contents.
-    """
+    """Returns the message in `data`; raises InvalidRequest, also if it has more parts than a request needs."""
     memory(data)
     try:
         return pb.ModelInferRequest.FromString(data)
@@ -55,7 +63,9 @@ def memory(data: bytes) -> int:
     """Estimates the bytes of memory of the parsed message; raises InvalidRequest as `parse` does."""
     if len(data) <= _SMALL_BYTES:
         return len(data)
-    return len(data) + _PART_FACTOR * _num_bytes_beside_raw(data)
+    parts = _Parts()
+    parts.walk(memoryview(data), ())
+    return len(data) + _PART_FACTOR * parts.num_bytes + _TEXT_BYTES * parts.num_texts
 
 
 def decode(message: pb.ModelInferRequest) -> InferRequest:
@@ -70,7 +80,7 @@ def decode(message: pb.ModelInferRequest) -> InferRequest:
             raise InvalidRequest(f"input '{name}' is given twice" if name else "every input needs a name")
         if "shared_memory_region" in entry.parameters:
             raise Unsupported(f"input '{name}': shared memory is not offered; send the tensor itself")
-        shape = tuple(entry.shape)
+        shape = tuple(entry.shape[: MAX_RANK + 1])
         if len(shape) > MAX_RANK or not all(0 <= dim < MAX_DIMENSION for dim in shape):
             raise InvalidRequest(
                 f"input '{name}': shape is {shown(list(shape))}; it must be at most {MAX_RANK} whole numbers from 0 up"
@@ -125,31 +135,43 @@ def decode_reply(message: pb.ModelInferResponse) -> InferReply:
     return InferReply(message.model_name, message.model_version, outputs, message.id, _parameters(message.parameters))
 
 
-def _num_bytes_beside_raw(data: bytes) -> int:
-    position, num_parts, num_bytes = 0, 0, 0
-    while position < len(data):
-        tag, position = _varint(data, position)
-        start, kind = position, tag & 7
-        if kind == 0:
-            _, position = _varint(data, position)
-        elif kind in _FIXED_BYTES:
-            position += _FIXED_BYTES[kind]
-        elif kind == 2:
-            length, position = _varint(data, position)
-            position += length
-        else:
-            raise InvalidRequest(f"the message is no ModelInferRequest: a part of the kind {kind}")
-        num_parts += 1
-        num_bytes += 0 if tag >> 3 == _RAW else position - start
-        if num_parts > MAX_PARTS or num_bytes > MAX_PARTS_BYTES:
-            raise InvalidRequest(
-                f"the message has more than {MAX_PARTS:,} parts, or {MAX_PARTS_BYTES >> 20} MiB beside its raw "
-                "contents; send tensors in raw_input_contents"
-            )
-    return num_bytes
+class _Parts:
+    """Counts what a message consists of."""
+
+    def __init__(self) -> None:
+        self.num_parts = self.num_texts = self.num_bytes = 0
+
+    def walk(self, data: memoryview, path: tuple[int, ...]) -> None:
+        """Counts the parts of the message at the path; raises InvalidRequest if they are too many."""
+        position = 0
+        while position < len(data):
+            tag, position = _varint(data, position)
+            start, kind, number = position, tag & 7, (*path, tag >> 3)
+            if kind == 0:
+                _, position = _varint(data, position)
+            elif kind in _FIXED_BYTES:
+                position += _FIXED_BYTES[kind]
+            elif kind == 2:
+                length, start = _varint(data, position)
+                position = start + length
+            else:
+                raise InvalidRequest(f"the message is no ModelInferRequest: a part of the kind {kind}")
+            if kind == 2 and number in _WALKED:
+                self.walk(data[start:position], number)
+            elif number not in (_RAW, _TEXTS):
+                self.num_bytes += position - start
+            if number == _TEXTS:
+                self.num_texts += 1
+            else:
+                self.num_parts += 1
+            if self.num_parts > MAX_PARTS or self.num_texts > MAX_TEXTS or self.num_bytes > MAX_PARTS_BYTES:
+                raise InvalidRequest(
+                    f"the message has more than {MAX_PARTS:,} parts, {MAX_TEXTS:,} texts, or "
+                    f"{MAX_PARTS_BYTES >> 20} MiB beside texts and raw contents; send tensors in raw_input_contents"
+                )
 
 
-def _varint(data: bytes, position: int) -> tuple[int, int]:
+def _varint(data: memoryview, position: int) -> tuple[int, int]:
     """The number that begins at the position, and its end."""
     value = 0
     for i, byte in enumerate(data[position : position + 10]):
@@ -168,7 +190,7 @@ def _from_contents(name: str, datatype: str, shape: tuple[int, ...], contents: p
     elements = getattr(contents, field)
     if datatype != "BYTES":
         widest = {"b": np.bool_, "i": np.int64, "u": np.uint64, "f": np.float64}[tensors.DTYPES[datatype].kind]
-        return tensors.from_numbers(name, datatype, shape, np.array(elements, widest))
+        return tensors.from_numbers(name, datatype, shape, to_array(elements, widest))
     if len(elements) != math.prod(shape):
         raise InvalidRequest(tensors.count_differs(name, shape, len(elements)))
     check_count(len(elements), f"input '{name}'")

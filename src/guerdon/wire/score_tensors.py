@@ -14,7 +14,8 @@ from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest, named
 from guerdon.trees import Forest
 from guerdon.wire import teacher_tensors
-from guerdon.wire.bodies import MAX_ROWS, check_count, check_depth, check_values
+from guerdon.wire.bodies import MAX_ROWS, check_count, check_depth, check_values, parse
+from guerdon.wire.long_json import MAX_STRING_BYTES, PIECE
 from guerdon.wire.signature import MODEL_VERSION, check_names, known_inputs
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor, integer_per_row, integers
 
@@ -157,6 +158,10 @@ def _texts(tensor: Tensor) -> list[str]:
         raise InvalidRequest(f"input '{tensor.name}' must have shape [B, 1] or [B], not {list(tensor.shape)}")
     texts = []
     for i, element in enumerate(tensor.data):
+        if len(element) > MAX_STRING_BYTES:
+            raise InvalidRequest(
+                f"input '{tensor.name}', row {i}: {len(element):,} bytes, at most {MAX_STRING_BYTES:,} are accepted"
+            )
         try:
             texts.append(bytes(element).decode())
         except UnicodeDecodeError as e:
@@ -177,7 +182,10 @@ def _jsons(tensor: Tensor, texts: list[str]) -> list[Any]:
     values = []
     for row, text in enumerate(texts):
         try:
-            values.append(msgspec.json.decode(text))  # orjson would make floats of integers beyond 64 bits
+            if len(text) > PIECE:
+                values.append(parse(text.encode(), f"input '{tensor.name}', row {row}"))
+            else:
+                values.append(msgspec.json.decode(text))  # orjson would make floats of integers beyond 64 bits
         except (msgspec.MsgspecError, RecursionError) as e:
             hint = "; write text in quotes, and null if there is none" if tensor.name == "labels" else ""
             raise InvalidRequest(f"input '{tensor.name}', row {row}: not valid JSON: {e}{hint}") from e

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from guerdon.errors import InvalidRequest, Unsupported
-from guerdon.wire.bodies import MAX_ROWS, MAX_VALUES, check_count, shown
+from guerdon.wire.bodies import AT_ONCE, MAX_ROWS, check_count, kinds_of, shown, slices, to_array
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -29,6 +29,9 @@ _ELEMENTS: dict[str, set[type]] = {"BYTES": {str}, "b": {bool}, "i": {int}, "u":
 
 _INTEGERS = ("INT64", "INT32")
 _FLOATS = ("FP32", "FP64", "FP16", "BF16")
+
+MAX_WRITTEN = 1 << 24
+"""Most numbers of one output in JSON."""
 
 MAX_RANK = 16
 MAX_DIMENSION = 2**62
@@ -138,7 +141,7 @@ def from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any) -> Te
         check_count(len(elements), f"input '{name}'")
         return Tensor(name, datatype, shape, [element.encode() for element in elements])
     try:  # in float64, None becomes NaN
-        array = _integers(elements) if kind in "iu" else np.array(elements, np.float64 if kind == "f" else np.bool_)
+        array = _integers(elements) if kind in "iu" else to_array(elements, np.float64 if kind == "f" else np.bool_)
     except OverflowError as e:
         raise InvalidRequest(f"input '{name}': data holds a whole number that is too large for {datatype}") from e
     return from_numbers(name, datatype, shape, array)
@@ -175,9 +178,9 @@ def to_json(tensor: Tensor) -> list[str] | np.ndarray:
     """Returns the elements as `bodies.write` takes them; raises InvalidRequest if they are too many."""
     if isinstance(tensor.data, list):
         return [element.decode("utf-8", "replace") for element in tensor.data]
-    if tensor.data.size > MAX_VALUES:
+    if tensor.data.size > MAX_WRITTEN:
         raise InvalidRequest(
-            f"output '{tensor.name}' has {tensor.data.size:,} numbers, and JSON takes at most {MAX_VALUES:,}; "
+            f"output '{tensor.name}' has {tensor.data.size:,} numbers, and JSON takes at most {MAX_WRITTEN:,}; "
             "ask for it in binary form (binary_data), or send fewer samples"
         )
     has_bits = tensor.datatype == "BF16" and tensor.data.dtype == np.uint16
@@ -261,20 +264,22 @@ def _split_bytes(name: str, count: int, raw: bytes | memoryview) -> list[bytes]:
 def _integers(elements: list[int]) -> np.ndarray:
     """By itself, numpy makes floats of integers on both sides of 2^63."""
     try:
-        return np.array(elements, np.int64)
+        return to_array(elements, np.int64)
     except OverflowError:
-        return np.array(elements, np.uint64 if min(elements) >= 0 and max(elements) < 2**64 else object)
+        return to_array(elements, np.uint64 if min(elements) >= 0 and max(elements) < 2**64 else object)
 
 
 def _flat(name: str, data: Any) -> tuple[list[Any], set[type]]:
     """The elements of data, flat or nested, and their types; raises InvalidRequest if its rows differ in length."""
     items = data if isinstance(data, list) else [data]
-    kinds = {*map(type, items)}
+    kinds = kinds_of(items)
     for _ in range(MAX_RANK):
         if list not in kinds:
             break
-        if kinds != {list} or len({*map(len, items)}) != 1:
+        if kinds != {list} or len(lengths := {*map(len, items)}) != 1:
             raise InvalidRequest(f"input '{name}': data is not an array: its rows differ in length, or are none")
-        items = list(chain.from_iterable(items))
-        kinds = {*map(type, items)}
+        rows, items = items, []
+        for some in slices(len(rows), max(1, AT_ONCE // max(1, *lengths))):
+            items += chain.from_iterable(rows[some])
+        kinds = kinds_of(items)
     return items, kinds

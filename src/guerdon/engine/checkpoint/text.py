@@ -29,6 +29,9 @@ T = TypeVar("T")
 Steps = Generator[None, None, list[np.ndarray | InvalidRequest]]
 PairSteps = Generator[None, None, list[Sequence | InvalidRequest]]
 
+_MOST_TEXTS = 1024
+"""Texts that are tokenised at once: while they are handed over and taken back no other thread runs."""
+
 _MOST_AT_ONCE = 1 << 20
 """Most characters of a text that cannot be cut, unless the model accepts more tokens."""
 _MOST_A_TOKEN = 16
@@ -474,11 +477,11 @@ def _not_unicode(text: str) -> InvalidRequest | None:
 
 
 def _groups(texts: list[str]) -> Iterator[list[str]]:
-    """Yields texts to tokenise at once: a long one alone, else as many as have about `cuts.PIECE` characters."""
+    """Yields texts to tokenise at once: a long one alone, else some that have at most `cuts.PIECE` characters."""
     group: list[str] = []
     size = 0
     for text in texts:
-        if group and size + len(text) > cuts.PIECE:
+        if group and (size + len(text) > cuts.PIECE or len(group) == _MOST_TEXTS):
             yield group
             group, size = [], 0
         group.append(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from guerdon.core import Score, Sequence
@@ -17,8 +18,9 @@ class Job:
 
     Times are in seconds on the caller's clock: `arrived`, `deadline`, and `taken`, when the last sequence joined a
     batch. `num_tokens` is all sequences' length; the `num_queued` sequences that no batch has taken yet cost about
-    `cost_left` tokens to compute. `weights_version` names the weights that gave the results. `owner` is the
-    future that the caller awaits.
+    `cost_left` tokens to compute. `costs` has each sequence's, as the groups in `priced_by` estimate it, and `keys` is
+    equal for those that begin alike. `weights_version` names the weights that gave the results. `owner` is the future
+    that the caller awaits.
     """
 
     sequences: list[Sequence]
@@ -37,6 +39,8 @@ class Job:
     num_queued: int = 0
     num_tokens: int = 0
     costs: list[int] = field(default_factory=list)
+    keys: list[Hashable] = field(default_factory=list)
+    priced_by: object = None
     cost_left: int = 0
     owner: object = None
     traced: Part | None = None

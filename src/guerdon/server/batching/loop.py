@@ -108,9 +108,11 @@ class Loop:
             self._schedulers[model].cancel(job)
 
     def check_room(self, model: str, num_sequences: int, num_tokens: int = 0, client: str = "") -> None:
-        """Raises Overloaded if the model's queue has no room for a request that is not decoded yet."""
-        with self._wake:
-            self._schedulers[model].room.check_coming(num_sequences, num_tokens, client)
+        """Raises Overloaded if the model's queue has no room for a request that is not decoded yet.
+
+        Takes no lock, which the thread holds while it chooses a batch: `submit` checks again.
+        """
+        self._schedulers[model].room.check_coming(num_sequences, num_tokens, client)
 
     def change(self, model: str, limits: Limits) -> None:
         """Changes the limits of the model's batches; on the loop's thread, or before it starts."""

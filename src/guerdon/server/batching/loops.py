@@ -88,6 +88,7 @@ class Loops:
             queues = {judge.name: schedulers[judge.name] for judge in judges}
             self._all.append(ChatLoop(judges, queues, deliver, metrics, on_crash=on_crash))
             self.places[CHAT_JUDGES] = [*queues]
+        self._schedulers = schedulers
         self.of = {name: loop for loop, names in zip(self._all, self.places.values(), strict=True) for name in names}
 
     def computing(self, name: str) -> Loop:
@@ -95,6 +96,10 @@ class Loops:
         loop = self.of[name]
         assert isinstance(loop, Loop)
         return loop
+
+    def price(self, name: str, job: Job) -> None:
+        """Estimates what a job of many sequences costs, before it is submitted; on any thread."""
+        self._schedulers[name].price(job)
 
     def start(self) -> None:
         """Starts the threads."""

@@ -22,31 +22,33 @@ class PrefixGroups:
     def __len__(self) -> int:
         return len(self._groups)
 
+    def price(self, job: Job) -> None:
+        """Sets the job's costs and keys: each sequence costs what it shares with none before it. Thread-safe.
+
+        What it shares is estimated from the first of its group and the one before it.
+        """
+        job.keys = [_key(s) for s in job.sequences] if self._is_on else []
+        groups: dict[Hashable, _Alike] = {}
+        job.costs = []
+        for i, s in enumerate(job.sequences):
+            alike = groups.setdefault(job.keys[i], _Alike()).next(s) if self._is_on else 0
+            job.costs.append(s.num_tokens - alike + _answer_tokens(s))
+
     def add(self, job: Job, numbers: ListLike[int]) -> None:
-        """Adds sequences of a job."""
+        """Adds sequences of a job that has its price."""
         if self._is_on:
             for i in numbers:
-                self._groups.setdefault(_key(job.sequences[i]), deque()).append((job, i))
+                self._groups.setdefault(job.keys[i], deque()).append((job, i))
 
     def discard(self, job: Job, i: int) -> None:
         """Forgets a sequence that is not queued any more."""
         if not self._is_on:
             return
-        key = _key(job.sequences[i])
-        members = self._groups[key]
+        members = self._groups[job.keys[i]]
         while members and not members[0][0].queued[members[0][1]]:
             members.popleft()
         if not members:
-            del self._groups[key]
-
-    def costs(self, sequences: list[Sequence]) -> list[int]:
-        """Estimates each sequence's cost: without what it shares with the first of its group or the one before it."""
-        costs = []
-        groups: dict[Hashable, _Alike] = {}
-        for s in sequences:
-            alike = groups.setdefault(_key(s), _Alike()).next(s) if self._is_on else 0
-            costs.append(s.num_tokens - alike + _answer_tokens(s))
-        return costs
+            del self._groups[job.keys[i]]
 
     def members(self, job: Job, budget: int) -> list[tuple[Job, int, int]]:
         """Returns the group of the job's next sequence, the job's own first, with the tokens each adds to a batch.
@@ -57,7 +59,7 @@ class PrefixGroups:
         first = job.sequences[job.waiting[0]]
         if not self._is_on:
             return [(job, job.waiting[0], first.num_tokens + _answer_tokens(first))]
-        group = self._groups[_key(first)]
+        group = self._groups[job.keys[job.waiting[0]]]
         own = ((j, i) for j, i in group if j is job and j.queued[i])
         others = ((j, i) for j, i in group if j is not job and j.queued[i])
         members: list[tuple[Job, int, int]] = []
@@ -91,6 +93,8 @@ class _Alike:
         """Returns how many tokens `s` shares with the first of its group or the one before it, 0 if too few."""
         before = {id(one): one for one in (self._first, self._last) if one is not None}
         self._first, self._last = self._first or s, s
+        if len(s.tokens) < MIN_SHARED:
+            return 0
         alike = max((common_prefix(one.tokens, s.tokens) for one in before.values()), default=0)
         return alike if alike >= MIN_SHARED else 0
 

@@ -65,14 +65,25 @@ class Scheduler:
         self.room.take(job.num_sequences, job.num_tokens, job.client)
         self._put(job)
 
+    def price(self, job: Job) -> None:
+        """Estimates what the job costs; `add` does it, too, but for many sequences it takes long. Thread-safe."""
+        job.priced_by = prefixes = self._prefixes
+        prefixes.price(job)
+        job.cost_left = sum(cost for cost, is_queued in zip(job.costs, job.queued, strict=True) if is_queued)
+
     def cancel(self, job: Job) -> None:
         """Drops what of the job has not been taken yet; what runs now finishes unread."""
         job.cancelled = True
         if self.orders.drop(job):
             return
-        for i in job.waiting:
-            if job.queued[i]:
-                self._unqueue(job, i)
+        waiting = [i for i in job.waiting if job.queued[i]]
+        for i in waiting:
+            job.queued[i] = False
+            self._prefixes.discard(job, i)
+        self.room.give(len(waiting), sum(job.sequences[i].num_tokens for i in waiting), job.client)
+        self.num_sequences -= len(waiting)
+        self._cost -= sum(job.costs[i] for i in waiting)
+        job.num_queued = job.cost_left = 0
         job.waiting.clear()
         self._queue.drop(job)
 
@@ -96,8 +107,7 @@ class Scheduler:
         self._prefixes = PrefixGroups(is_on=limits.shares)
         self._cost = 0
         for job in self._queue:
-            job.costs = []
-            self._price(job)
+            self.price(job)
             self._cost += job.cost_left
             self._prefixes.add(job, [i for i in job.waiting if job.queued[i]])
 
@@ -215,9 +225,8 @@ class Scheduler:
         self._prefixes.discard(job, i)
 
     def _price(self, job: Job) -> None:
-        if not job.costs:
-            job.costs = self._prefixes.costs(job.sequences)
-            job.cost_left = sum(cost for cost, is_queued in zip(job.costs, job.queued, strict=True) if is_queued)
+        if job.priced_by is not self._prefixes:
+            self.price(job)
 
     def _is_late(self, job: Job, batch: Batch, now: float) -> bool:
         """Whether a job cannot be done in time, even at once; one that has begun gets the benefit of the doubt.

@@ -19,6 +19,7 @@ from guerdon.server.chat_judge.answer_cache import Flight
 from guerdon.server.metrics import Metrics
 from guerdon.settings.chat_judges import ChatJudgeConfig
 from guerdon.wire.chat_completions import ChatAnswer, read_answer, read_error
+from guerdon.wire.inflate import ENCODINGS, Inflater
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,9 @@ class Caller:
         self._where = urlsplit(config.url).netloc
         self._key, self._is_well, self._num_calls = key, True, 0
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=config.concurrency)
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+        headers = {"Content-Type": "application/json", "Accept-Encoding": ", ".join(ENCODINGS)}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
         self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None)  # nosec B113: `_call` has one
         for library in ("httpx", "httpcore"):  # a line for each call
             logging.getLogger(library).setLevel(logging.WARNING)
@@ -116,11 +119,7 @@ class Caller:
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 async with self._client.stream("POST", self._url, content=body) as reply:
-                    data = bytearray()
-                    async for part in reply.aiter_bytes():
-                        data.extend(part)
-                        if len(data) > MOST_BYTES:
-                            raise _Failed(f"{self._where} answered more than {MOST_BYTES >> 20} MiB", "malformed", True)
+                    data = await self._read(reply)
         except TimeoutError:
             raise _Failed(f"{self._where} did not answer within {self._config.timeout_s:g} s", "timeout") from None
         except httpx.HTTPError as e:
@@ -134,6 +133,24 @@ class Caller:
             return read_answer(bytes(data))
         except ValueError as e:
             raise _Failed(f"{self._where} answered with status 200, but {e}", "malformed") from None
+
+    async def _read(self, reply: httpx.Response) -> bytearray:
+        """Returns the decompressed body; in pieces, since httpx decompresses whatever has come at once."""
+        data, encoding = bytearray(), reply.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("identity", *ENCODINGS):
+            raise _Failed(f"{self._where} answered in the encoding {encoding[:40]!r}, not asked for", "malformed", True)
+        inflater = None if encoding == "identity" else Inflater()
+        try:
+            async for part in reply.aiter_raw():
+                for piece in (part,) if inflater is None else inflater.pieces(part):
+                    data += piece
+                    if len(data) > MOST_BYTES:
+                        raise _Failed(f"{self._where} answered more than {MOST_BYTES >> 20} MiB", "malformed", True)
+            if inflater is not None:
+                inflater.finish()
+        except ValueError as e:
+            raise _Failed(f"{self._where} answered what cannot be decompressed: {e}", "malformed") from None
+        return data
 
     def _count(self, change: int) -> None:
         self._num_calls += change

@@ -48,7 +48,7 @@ from guerdon.server.batching.orders import Order, Reservation, log_unsuccessful
 from guerdon.server.critic import train_checks
 from guerdon.server.critic.store import MEASURED, Store, TrainOutcome, reused_id
 from guerdon.server.metrics import Metrics
-from guerdon.server.reading import off_loop
+from guerdon.server.reading import INLINE_BYTES
 from guerdon.settings.config import CriticConfig
 
 log = logging.getLogger(__name__)
@@ -171,9 +171,10 @@ class Critic:
             else:
                 request.id = request.id or uuid.uuid4().hex
                 what = f"{operation} {request.id}"
-                digest = await off_loop(
-                    functools.partial(train_checks.checked, request, self._trainer.info), request.tokens.nbytes
-                )
+                if request.tokens.nbytes <= INLINE_BYTES:
+                    digest = train_checks.checked(request, self._trainer.info)
+                else:
+                    digest = await asyncio.to_thread(train_checks.checked, request, self._trainer.info)
                 order, is_known = self._enqueue_rows(operation, request, digest, era, loop, place)
         except BaseException as e:
             loop.drop(self.scorer_name, place)

@@ -7,6 +7,7 @@ a request as an `Exchange`; a `Visit` takes it through the steps.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Protocol, TypeVar
@@ -18,13 +19,14 @@ from guerdon.server import tracing
 from guerdon.server.auth import Caller
 from guerdon.server.batching.sharing import Shares
 from guerdon.server.metrics import UNKNOWN
-from guerdon.server.reading import INLINE_BYTES
+from guerdon.server.reading import INLINE_BYTES, Workers
 from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import LimitsConfig
 from guerdon.wire.score_tensors import table_bytes
 from guerdon.wire.tensors import InferRequest
 
+T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", covariant=True)
 
 RETRY_AFTER_S = 1.0
@@ -36,7 +38,7 @@ Decoder = Callable[[ModelInfo | OperationInfo], tuple[InferRequest | None, Any]]
 class Exchange(Protocol[ReplyT]):
     """One request and its reply in the terms of a protocol and a transport.
 
-    `num_bytes` is the size of what its decoder has to work on, once it is read.
+    `num_bytes` is about the size of what its decoder has to work on, once it is read.
     """
 
     caller: Caller
@@ -61,7 +63,8 @@ class Gate:
     `clients` are the keys' holders; once room runs out they share it evenly.
     """
 
-    def __init__(self, config: LimitsConfig, clients: Collection[str] = ()) -> None:
+    def __init__(self, config: LimitsConfig, clients: Collection[str] = (), codec: Workers | None = None) -> None:
+        self.codec = codec or Workers("codec")
         # One body always fits; if clients have parts of their own, into the common half.
         least_mb = config.max_body_mb * (2 if len(clients) > 1 else 1)
         self.requests = Shares(config.max_requests, clients)
@@ -109,6 +112,10 @@ class Place:
             )
         total.take(self._client, more)
         self._num_bytes = num_bytes
+
+    async def run(self, work: Callable[[], T], num_bytes: int, inline_bytes: int = INLINE_BYTES) -> T:
+        """Runs `work` on about so many bytes, in a thread if they are many."""
+        return await self._gate.codec.run_if(num_bytes > inline_bytes, self._client, work)
 
     def leave(self) -> None:
         """Counts the request as in progress no longer; it still holds its bytes."""
@@ -159,10 +166,7 @@ class Visit(Place):
         decode = exchange.take_decoder()
         if isinstance(info, OperationInfo):
             return info, UnreadRequest(decode, exchange.num_bytes, info, self)
-        if exchange.num_bytes <= INLINE_BYTES:
-            self.tensors, request = decode(info)
-        else:
-            self.tensors, request = await asyncio.to_thread(decode, info)
+        self.tensors, request = await self.run(functools.partial(decode, info), exchange.num_bytes)
         return info, request
 
     def ask(self, info: ModelInfo | OperationInfo, request: Any) -> Coroutine[Any, Any, Any]:
@@ -260,10 +264,7 @@ class UnreadRequest:
         """Decodes it, once; raises InvalidRequest."""
         decode, self._decode = self._decode, None
         assert decode is not None
-        if self._num_bytes <= INLINE_BYTES:
-            tensors, request = decode(self._info)
-        else:
-            tensors, request = await asyncio.to_thread(decode, self._info)
+        tensors, request = await self._visit.run(functools.partial(decode, self._info), self._num_bytes)
         if tensors is not None:
             tensors.inputs = {}  # it may wait for long: `request` alone holds the arrays
         self._visit.tensors = tensors
@@ -279,7 +280,7 @@ class Admission:
 
     def __init__(self, service: Service, config: LimitsConfig) -> None:
         self.service = service
-        self.gate = Gate(config, service.access.names)
+        self.gate = Gate(config, service.access.names, service.codec)
         self.names = frozenset(service.catalog.names())
 
     @property

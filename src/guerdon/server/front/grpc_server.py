@@ -30,7 +30,6 @@ from guerdon.server.front.admission import Admission, Decoder, Visit
 from guerdon.server.front.grpc_messages import Receiving, end_unread, write_or_end
 from guerdon.server.front.request_spans import message_span, with_span
 from guerdon.server.logs import failure, without_frames
-from guerdon.server.reading import off_loop
 from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import LimitsConfig, ServerConfig
@@ -48,7 +47,7 @@ SERVICE = "inference.GRPCInferenceService"
 
 _HEADROOM_BYTES = 65_536
 _SPARE_STREAMS = 100
-_MOST_SMALL_BYTES = 1 << 20
+_MOST_SMALL_BYTES = 1 << 16
 _PING_AFTER_MS = 60_000
 _PING_ANSWER_MS = 60_000
 _LEAST_PING_MS = 1_000
@@ -168,8 +167,9 @@ class _InferExchange:
         self.num_bytes = len(data)
         visit.take()
         visit.hold(self.num_bytes)
-        visit.reach(kserve_grpc.memory(data))  # typed contents take more memory once parsed
-        self._message = await off_loop(functools.partial(kserve_grpc.parse, data), self.num_bytes)
+        # Typed contents take more memory once parsed.
+        visit.reach(await visit.run(functools.partial(kserve_grpc.memory, data), self.num_bytes))
+        self._message = await visit.run(functools.partial(kserve_grpc.parse, data), self.num_bytes)
         del data
         self.request_id = self._message.id
         self._remaining_s = self._context.time_remaining()
@@ -196,7 +196,7 @@ class _InferExchange:
         self.answer = answer
         table_bytes = self._visit.hold_answer(answer, info)
         write = functools.partial(self._write, answer, info)
-        reply = await off_loop(write, max(self.num_bytes, table_bytes))
+        reply = await self._visit.run(write, max(self.num_bytes, table_bytes))
         self._visit.keep_bytes()
         return reply
 

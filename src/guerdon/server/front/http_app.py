@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -37,6 +37,7 @@ from guerdon.server.front.http_exchanges import FormExchange, KServeExchange
 from guerdon.server.front.http_request import (
     CONNECTION,
     JSON,
+    READ_INLINE_BYTES,
     Handler,
     Headers,
     HttpRequest,
@@ -49,7 +50,6 @@ from guerdon.server.front.http_request import (
 )
 from guerdon.server.front.page_routes import Pages
 from guerdon.server.front.request_spans import Spans
-from guerdon.server.reading import off_loop
 from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import ServerConfig
@@ -58,6 +58,8 @@ from guerdon.wire.forms import ALL_FORMS, ANSWERS, openai, triton_repository
 from guerdon.wire.forms.gym import Answer
 
 logger = logging.getLogger("guerdon.http")
+
+T = TypeVar("T")
 
 GET, POST = ("GET", "HEAD"), ("POST",)
 
@@ -300,24 +302,26 @@ class _Handlers:
         return 200, [*headers, (b"content-type", b"application/octet-stream")], Stream(file.num_bytes, pieces)
 
     async def index(self, request: HttpRequest) -> Reply:
-        body = await self._read_body(request)
-        return _json(status.repository_index(self._service, triton_repository.wants_only_ready(body)))
+        is_ready = await self._read_body(request, triton_repository.wants_only_ready)
+        return _json(status.repository_index(self._service, is_ready))
 
     async def load(self, request: HttpRequest) -> Reply:
-        name, body = await self._admins_body(request)
-        version = await self._service.repository.load(name, triton_repository.source(body), request.caller.name)
+        name = self._admins_model(request)
+        source = await self._read_body(request, triton_repository.source)
+        version = await self._service.repository.load(name, source, request.caller.name)
         return 200, [version_header(version)], b""
 
     async def unload(self, request: HttpRequest) -> Reply:
-        name, body = await self._admins_body(request)
-        triton_repository.check_unload(body)
+        name = self._admins_model(request)
+        await self._read_body(request, triton_repository.check_unload)
         await self._service.repository.unload(name, request.caller.name)
         return 200, [], b""
 
     async def answer(self, answer: Answer, request: HttpRequest) -> Reply:
         """Answers without a model."""
-        body = b"" if answer.body is None else await self._read_body(request)
-        return _json(await off_loop(functools.partial(answer.to_reply, body), len(body)))
+        if answer.body is None:
+            return _json(answer.to_reply(b""))
+        return _json(await self._read_body(request, answer.to_reply))
 
     async def openapi(self, request: HttpRequest) -> Reply:
         has_page, version = self._service.recorder.is_on, status.server()["version"]
@@ -329,15 +333,17 @@ class _Handlers:
     def _model(self, request: HttpRequest) -> ModelInfo | OperationInfo:
         return self._service.catalog.model(request.names["name"], request.names.get("version", ""))
 
-    async def _admins_body(self, request: HttpRequest) -> tuple[str, bytes]:
-        """Returns the model that an admin names, and the body."""
+    def _admins_model(self, request: HttpRequest) -> str:
+        """Returns the model that an admin names."""
         name = request.names["name"]
         request.caller.need(Role.ADMIN, f"to load or unload {name}")
-        return name, await self._read_body(request)
+        return name
 
-    async def _read_body(self, request: HttpRequest) -> bytes:
+    async def _read_body(self, request: HttpRequest, read: Callable[[bodies.Octets], T]) -> T:
+        """Returns what `read` makes of the body."""
         with Place(self._admission.gate, request.caller.name) as place:
-            return await request.read_body(place, self._config)
+            body = await request.read_body(place, self._config)
+            return await place.run(functools.partial(read, body), len(body), READ_INLINE_BYTES)
 
 
 def _pattern(path: str) -> re.Pattern[str]:

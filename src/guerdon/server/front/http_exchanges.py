@@ -10,6 +10,7 @@ from guerdon.critic_core import OperationInfo
 from guerdon.server.front.admission import Admission, Decoder, Visit
 from guerdon.server.front.http_request import (
     JSON,
+    READ_INLINE_BYTES,
     Headers,
     HttpRequest,
     Reply,
@@ -17,16 +18,13 @@ from guerdon.server.front.http_request import (
     score_headers,
     version_header,
 )
-from guerdon.server.reading import INLINE_BYTES, off_loop
+from guerdon.server.reading import INLINE_BYTES
 from guerdon.settings.config import LimitsConfig
 from guerdon.wire import bodies, kserve
 from guerdon.wire.forms.form import Form, FormRequest
 from guerdon.wire.kserve import ServedReply
 
 _BINARY = (b"content-type", b"application/octet-stream")
-
-_READ_INLINE_BYTES = 65_536
-"""A larger body is parsed in a thread: ten thousand samples may stand in one."""
 
 _ROW_BYTES = 1024
 """A row of an answer takes about as long to write as so many bytes of a body take to parse."""
@@ -47,12 +45,13 @@ class KServeExchange:
         info = visit.find(request.names["name"], request.names.get("version", ""))
         visit.enter(request.content_length(self._limits))
         self._body = await request.read_body(visit, self._limits)
-        self.num_bytes = len(self._body)
+        num_json = len(self._body) if request.json_length is None else min(request.json_length, len(self._body))
+        self.num_bytes = len(self._body) + num_json * (INLINE_BYTES // READ_INLINE_BYTES)  # it takes longer to read
         return info
 
     def take_decoder(self) -> Decoder:
         """Returns the codec's function on the body."""
-        body, self._body = self._body, b""
+        body, self._body = self._body, bytearray()
         return functools.partial(kserve.read, body, self._request.json_length)
 
     async def encode(self, answer: ServedReply, info: ModelInfo | OperationInfo) -> Reply:
@@ -60,7 +59,7 @@ class KServeExchange:
         table_bytes = self._visit.hold_answer(answer, info)
         assert self._visit.tensors is not None
         write = functools.partial(kserve.write, answer, self._visit.tensors, info)
-        payload, json_length = await off_loop(write, max(self.num_bytes, table_bytes))
+        payload, json_length = await self._visit.run(write, max(self.num_bytes, table_bytes))
         headers: Headers = []
         if isinstance(answer, ScoreReply):
             headers = score_headers(answer)
@@ -95,7 +94,7 @@ class FormExchange:
         self._size = size = len(body)
         parse = functools.partial(self._form.read, body, query)
         del body
-        self._asked = asked = await off_loop(parse, size, _READ_INLINE_BYTES)
+        self._asked = asked = await visit.run(parse, size, READ_INLINE_BYTES)
         del parse
         # A prompt before many responses makes more text than was sent.
         visit.reach(_num_characters(asked))
@@ -115,7 +114,7 @@ class FormExchange:
         assert isinstance(info, ModelInfo)
         write = functools.partial(self._write, answer, info)
         table_bytes = self._visit.hold_answer(answer, info)
-        payload = await off_loop(write, max(self._size, table_bytes, len(answer.results) * _ROW_BYTES))
+        payload = await self._visit.run(write, max(self._size, table_bytes, len(answer.results) * _ROW_BYTES))
         return 200, [*score_headers(answer), JSON], payload
 
     def _write(self, reply: ScoreReply, info: ModelInfo) -> bytes | Stream:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import zlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
@@ -15,9 +14,9 @@ from guerdon.core import ScoreReply
 from guerdon.errors import Cancelled, DeadlineExceeded, GuerdonError, InvalidRequest, PayloadTooLarge
 from guerdon.server.auth import Caller
 from guerdon.server.front.admission import Place
-from guerdon.server.reading import off_loop
 from guerdon.settings.config import LimitsConfig
 from guerdon.wire import bodies
+from guerdon.wire.inflate import PIECE, Inflater
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -38,8 +37,10 @@ JSON = (b"content-type", b"application/json")
 CONNECTION = "guerdon.connection"
 """The scope's key for the connection, if it is one of ours; it is told whose it is."""
 
+READ_INLINE_BYTES = 65_536
+"""Longer JSON is read in a thread: ten thousand samples may stand in it."""
+
 _WATCH_AFTER_S = 0.01
-_WEIGHED_BYTES = 65_536
 _INFLATE_INLINE_BYTES = 65_536
 _INFLATE_READ_BYTES = 65_536
 _INFLATE_STEP_BYTES = 4 << 20
@@ -81,7 +82,7 @@ class HttpRequest:
             raise _too_large(f"the body of {num_bytes} bytes", max_bytes)
         return num_bytes
 
-    async def read_body(self, place: Place, limits: LimitsConfig) -> bytes:
+    async def read_body(self, place: Place, limits: LimitsConfig) -> bytearray:
         """Reads the whole body, decompressed; `place` holds its bytes.
 
         Raises PayloadTooLarge as soon as it is known to be larger than the limit, Overloaded if the place has no room
@@ -101,8 +102,8 @@ class HttpRequest:
             body = await _inflate(body, place, max_bytes)
             place.hold(len(body))
         text = memoryview(body)[:json_length]
-        if len(text) > _WEIGHED_BYTES:  # what is shorter is parsed at once, and alone
-            memory = await off_loop(functools.partial(bodies.memory, text), len(text))
+        if len(text) > READ_INLINE_BYTES:  # what is shorter is parsed at once, and alone
+            memory = await place.run(functools.partial(bodies.memory, text), len(text))
             place.reach(memory + len(body) - len(text))  # parsed JSON takes more memory than its text
         return body
 
@@ -141,11 +142,11 @@ class HttpRequest:
         self.has_left = True
         self._task.cancel()
 
-    async def _receive_body(self, place: Place, max_bytes: int, limits: LimitsConfig) -> bytes:
+    async def _receive_body(self, place: Place, max_bytes: int, limits: LimitsConfig) -> bytearray:
         loop = asyncio.get_running_loop()
         ends = loop.time() + limits.request_timeout_s
-        chunks: list[bytes] = []
-        size, has_more = 0, True
+        body = bytearray()
+        has_more = True
         try:
             async with asyncio.timeout(None) as waiting:
                 while has_more:
@@ -154,11 +155,10 @@ class HttpRequest:
                     message = await self.receive()
                     if message["type"] == "http.disconnect":
                         raise Cancelled("the client left")
-                    chunks.append(message.get("body", b""))
-                    size += len(chunks[-1])
-                    if size > max_bytes:
+                    body += message.get("body", b"")
+                    if len(body) > max_bytes:
                         raise _too_large("the body", max_bytes)
-                    place.reach(size)
+                    place.reach(len(body))
                     has_more = message.get("more_body", False)
         except TimeoutError as e:
             if ends <= more_by:
@@ -166,7 +166,7 @@ class HttpRequest:
             else:
                 text = f"nothing more of the body came for {limits.read_timeout_s:g} s"
             raise UploadTooSlow(f"{text}; send it faster, or fewer rows") from e
-        return b"".join(chunks)
+        return body
 
 
 Handler = Callable[[HttpRequest], Awaitable[Reply]]
@@ -204,49 +204,36 @@ def score_headers(reply: ScoreReply) -> Headers:
     ]
 
 
-async def _inflate(body: bytes, place: Place, max_bytes: int) -> bytes:
+async def _inflate(body: bytearray, place: Place, max_bytes: int) -> bytearray:
     """Decompresses a gzip or zlib stream, within `max_bytes` and the room of the place."""
-    inflating = _Inflating(body, max_bytes)
-    while not inflating.is_done:
-        place.hold(min(len(body) + inflating.num_bytes + _INFLATE_STEP_BYTES, max_bytes))
-        await off_loop(inflating.step, len(body) + inflating.num_bytes, _INFLATE_INLINE_BYTES)
-        if inflating.num_bytes > max_bytes:
+    made, pieces = bytearray(), _inflated(body)
+    while True:
+        place.hold(min(len(body) + len(made) + _INFLATE_STEP_BYTES, max_bytes))
+        is_done = await place.run(lambda: _extend(made, pieces), len(body) + len(made), _INFLATE_INLINE_BYTES)
+        if len(made) > max_bytes:
             raise _too_large("the decompressed body", max_bytes)
-    return b"".join(inflating.chunks)
+        if is_done:
+            return made
 
 
-class _Inflating:
-    """Decompresses a body a step at a time."""
+def _inflated(body: bytearray) -> Iterator[bytes]:
+    inflater, view = Inflater(), memoryview(body)
+    for start in range(0, len(body), _INFLATE_READ_BYTES):
+        yield from inflater.pieces(view[start : start + _INFLATE_READ_BYTES])
+    inflater.finish()
 
-    def __init__(self, body: bytes, max_bytes: int) -> None:
-        self.chunks: list[bytes] = []
-        self.num_bytes = 0
-        self.is_done = False
-        self._body = memoryview(body)
-        self._most = max_bytes
-        self._position = 0
-        self._stream = zlib.decompressobj(zlib.MAX_WBITS | 32)
 
-    def step(self) -> None:
-        """Adds at most _INFLATE_STEP_BYTES to the chunks, at most one beyond the limit; raises InvalidRequest."""
-        stream, ends = self._stream, min(self.num_bytes + _INFLATE_STEP_BYTES, self._most + 1)
-        while self.num_bytes < ends and not self.is_done:
-            given: bytes | memoryview = stream.unconsumed_tail
-            if not given:
-                given = self._body[self._position : self._position + _INFLATE_READ_BYTES]
-                self._position += len(given)
-            try:
-                chunk = stream.decompress(given, ends - self.num_bytes)
-            except zlib.error as e:
-                raise InvalidRequest(f"the body is not what Content-Encoding says: {e}") from e
-            self.num_bytes += len(chunk)
-            self.chunks.append(chunk)
-            if stream.eof:
-                if stream.unused_data or self._position < len(self._body):
-                    raise InvalidRequest("more follows the compressed body")
-                self.is_done = True
-            elif not given:
-                raise InvalidRequest("the compressed body is cut off")
+def _extend(made: bytearray, pieces: Iterator[bytes]) -> bool:
+    """Appends about _INFLATE_STEP_BYTES; returns whether that was all. Raises InvalidRequest."""
+    ends = len(made) + _INFLATE_STEP_BYTES - PIECE
+    try:
+        for piece in pieces:
+            made += piece
+            if len(made) > ends:
+                return False
+    except ValueError as e:
+        raise InvalidRequest(str(e)) from e
+    return True
 
 
 def _too_large(what: str, max_bytes: int) -> PayloadTooLarge:

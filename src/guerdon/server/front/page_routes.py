@@ -24,11 +24,10 @@ from guerdon.server.auth import Caller
 from guerdon.server.batching.sharing import FairTurns
 from guerdon.server.front import api_docs
 from guerdon.server.front.admission import Admission, Decoder, Exchange, Visit
-from guerdon.server.front.http_request import JSON, Headers, HttpRequest, Reply
+from guerdon.server.front.http_request import JSON, READ_INLINE_BYTES, Headers, HttpRequest, Reply
 from guerdon.server.page import snapshot, trying
 from guerdon.server.page.extremes import KeptSample
 from guerdon.server.page.query import PageQuery, parse_query
-from guerdon.server.reading import off_loop
 from guerdon.server.service import Service
 from guerdon.settings.access import Role, is_loopback
 from guerdon.settings.config import LimitsConfig, ServerConfig
@@ -63,7 +62,6 @@ _KEPT_S = 1.0
 _MOST_WAITING = 8
 """Snapshots that one client may wait for at once; without keys all are one client."""
 
-_READ_INLINE_BYTES = 65_536
 _GZIP = re.compile(rb"gzip(\s*;\s*q=(1|0\.0*[1-9])[\d.]*)?")
 
 _Key = tuple[PageQuery, Role, str | None, bool]
@@ -223,7 +221,7 @@ class _TrialExchange:
     async def read(self, visit: Visit) -> ModelInfo:
         visit.enter(self._request.content_length(self._limits))
         body = await self._request.read_body(visit, self._limits)
-        self._trial = trial = await off_loop(lambda: trying.read(body), len(body), _READ_INLINE_BYTES)
+        self._trial = trial = await visit.run(lambda: trying.read(body), len(body), READ_INLINE_BYTES)
         return visit.find_scorer(trial.model)
 
     def take_decoder(self) -> Decoder:

@@ -90,7 +90,7 @@ class Trial:
         ]
 
 
-def read(body: bytes) -> Trial:
+def read(body: bodies.Octets) -> Trial:
     """Returns what the page asks to have scored; raises InvalidRequest.
 
     A prompt and its responses are pairs, as in other forms; with `template` they go through the checkpoint's chat
@@ -101,7 +101,7 @@ def read(body: bytes) -> Trial:
     if asked.tokens is not None:
         if prompt or asked.responses or asked.messages or asked.template:
             raise InvalidRequest("the body has tokens, and text, too; send one of both")
-        rows = [np.array(row, np.int64) for row in asked.tokens]
+        rows = [bodies.to_ids(row) for row in asked.tokens]
         lengths = np.full(len(rows), asked.prompt_length)
         return Trial(
             model, ScoreRequest(tokens=rows, prompt_lengths=lengths), [row[: asked.prompt_length] for row in rows]

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from guerdon.core import Message, ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.messages import plain
 from guerdon.wire import bodies
-from guerdon.wire.bodies import MAX_ROWS, check_depth, kind_of
+from guerdon.wire.bodies import MAX_ROWS, Octets, check_depth, kind_of, kinds_of, to_ids
 from guerdon.wire.score_tensors import prompt_groups
 
 MAX_JOINED = 1 << 24
@@ -133,10 +132,10 @@ class Form:
     to_request: Callable[[Any, Any], FormRequest]
     error: type[msgspec.Struct]
     to_error: Callable[[GuerdonError], tuple[int, msgspec.Struct]]
-    choose: Callable[[bytes], type[Body]] | None = None
+    choose: Callable[[Octets], type[Body]] | None = None
     output: str = "rewards"
 
-    def read(self, body: bytes, query: Mapping[str, str]) -> FormRequest:
+    def read(self, body: Octets, query: Mapping[str, str]) -> FormRequest:
         """Returns the request in the body and the URL's query; raises InvalidRequest."""
         parsed = bodies.read(body, self.choose(body) if self.choose else self.bodies[0])
         url = bodies.convert(query, self.url, "the URL")
@@ -154,12 +153,12 @@ def to_samples(value: str | list[Any], name: str) -> ScoreRequest:
     if isinstance(value, str):
         return ScoreRequest(texts=[value])
     kind = type(value[0])
-    if {*map(type, value)} != {kind}:
+    if kinds_of(value) != {kind}:
         i = next(i for i, entry in enumerate(value) if type(entry) is not kind)
         raise InvalidRequest(f"{name}[{i}] is {kind_of(value[i])}, {name}[0] {kind_of(value[0])}; send {_KINDS}")
     if kind is str:
         return ScoreRequest(texts=value)
-    return ScoreRequest(tokens=[np.array(row, np.int64) for row in (value if kind is list else [value])])
+    return ScoreRequest(tokens=[to_ids(row) for row in (value if kind is list else [value])])
 
 
 def is_single(value: str | list[Any]) -> bool:

@@ -86,7 +86,7 @@ _OURS = {field.encode_name for field in msgspec.structs.fields(VerifyReply)}
 class VerifyForm(Form):
     """The form whose reply repeats the body."""
 
-    def read(self, body: bytes, query: Mapping[str, str]) -> FormRequest:
+    def read(self, body: bodies.Octets, query: Mapping[str, str]) -> FormRequest:
         """Returns the request in the body and the URL's query; raises InvalidRequest."""
         return self.to_request(bodies.read(body, dict[str, Any]), bodies.convert(query, VerifyUrl, "the URL"))
 
@@ -101,7 +101,7 @@ class Answer:
     summary: str
     body: Any
     reply: Any
-    to_reply: Callable[[bytes], Any]
+    to_reply: Callable[[bodies.Octets], Any]
 
 
 def conversation_of(params: ResponsesParams, response: PolicyResponse) -> list[Message]:

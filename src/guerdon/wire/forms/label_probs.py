@@ -16,7 +16,7 @@ from msgspec import Meta
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest, SampleFailed
 from guerdon.next_tokens import NEXT_TOKENS, NextTokenRequest
-from guerdon.wire.bodies import MAX_ROWS, kind_of
+from guerdon.wire.bodies import MAX_ROWS, kind_of, to_ids
 from guerdon.wire.forms.form import MAX_JOINED, SOME, Body, Form, FormRequest, TokenId, Url, Whole, unsupported
 from guerdon.wire.forms.logprob_texts import Temperature, said_of
 from guerdon.wire.forms.openai import OpenAIError, Usage, new_id, to_error
@@ -112,7 +112,7 @@ def to_sglang_request(body: SGLangScoreBody, url: Url) -> FormRequest:
         texts = [str(item) + query if body.item_first else query + str(item) for item in items]
         request = NextTokenRequest(texts=texts, add_special_tokens=True, ids=labels, shared=np.empty(0, np.int64))
     else:
-        request = _to_request(items, ids=labels, shared=np.array(query, np.int64), is_item_first=body.item_first)
+        request = _to_request(items, ids=labels, shared=to_ids(query), is_item_first=body.item_first)
     return FormRequest(model, request, to_reply, check, NEXT_TOKENS)
 
 
@@ -122,7 +122,7 @@ def _generative_scoring(body: GenerativeScoringBody, url: Url) -> FormRequest:
     _check_size(body.query, body.items)
     # vLLM keeps labels in a dict: a label that is given twice counts once.
     labels = np.array([*dict.fromkeys(body.label_token_ids)], np.int64)
-    shared = body.query if isinstance(body.query, str) else np.array(body.query, np.int64)
+    shared = body.query if isinstance(body.query, str) else to_ids(body.query)
     request = _to_request(body.items, ids=labels, shared=shared, is_item_first=body.item_first)
     request.shared_special_tokens = body.add_special_tokens
     request.priority = -body.priority  # vLLM's lower numbers go first
@@ -158,7 +158,7 @@ FORMS = {
 def _to_request(items: list[Any], **more: Any) -> NextTokenRequest:
     if isinstance(items[0], str):
         return NextTokenRequest(texts=items, **more)
-    return NextTokenRequest(tokens=[np.array(item, np.int64) for item in items], **more)
+    return NextTokenRequest(tokens=[to_ids(item) for item in items], **more)
 
 
 def _check_kinds(items: list[Any], wanted: type, reason: str) -> None:

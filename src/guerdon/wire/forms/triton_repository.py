@@ -67,12 +67,12 @@ class _Config(msgspec.Struct):
     parameters: _ConfigParameters | None = None
 
 
-def wants_only_ready(body: bytes) -> bool:
+def wants_only_ready(body: bodies.Octets) -> bool:
     """Whether the body asks for an index of the ready models only; raises InvalidRequest."""
     return bool(body) and bodies.read(body, IndexBody).ready is True
 
 
-def source(body: bytes) -> str | None:
+def source(body: bodies.Octets) -> str | None:
     """Returns the checkpoint that the body of a load names, if any; raises InvalidRequest, Unsupported.
 
     It stands in `parameters.model`, or in the model config of `parameters.config` under
@@ -100,7 +100,7 @@ def source_of(parameters: Mapping[str, Any]) -> str | None:
     return named
 
 
-def check_unload(body: bytes) -> None:
+def check_unload(body: bodies.Octets) -> None:
     """Raises InvalidRequest if the body of an unload asks for something else."""
     if body:
         bodies.read(body, UnloadBody)

@@ -11,6 +11,7 @@ from msgspec import Meta
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.teacher_core import LogprobQuery, TokenLogprobs
+from guerdon.wire.bodies import to_ids
 from guerdon.wire.forms.form import SOME, Body, Form, FormRequest, TokenId, Url
 from guerdon.wire.forms.labels import in_base64
 from guerdon.wire.forms.logprob_texts import (
@@ -83,8 +84,8 @@ def _sequence_logprobs(body: SequenceLogprobsBody, url: Url) -> FormRequest:
         with_ranks=True,
         top_bytes=PAIR_BYTES,
     )
-    tokens = [np.array(row, np.int64) for row in body.sequences]
-    request = ScoreRequest(tokens=tokens, prompt_lengths=np.array(lengths, np.int64), queries=[query] * count)
+    tokens = [to_ids(row) for row in body.sequences]
+    request = ScoreRequest(tokens=tokens, prompt_lengths=to_ids(lengths), queries=[query] * count)
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> SequenceLogprobs | BinarySequenceLogprobs:
         said = said_of(reply)

@@ -14,6 +14,7 @@ from msgspec import Meta
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import InvalidRequest
 from guerdon.teacher_core import Decodes, LogprobQuery, TokenLogprobs
+from guerdon.wire.bodies import to_ids
 from guerdon.wire.forms.form import (
     SOME,
     Body,
@@ -227,7 +228,7 @@ def _completions(body: CompletionsBody, url: Url) -> FormRequest:
 def _generate(body: GenerateBody, url: Url) -> FormRequest:
     """The reply has ids only; log-probs of given ids are a float32 `.npy` file in base64, minus infinity at pads."""
     asked = body.sampling_params
-    request = ScoreRequest(tokens=[np.array(body.token_ids, np.int64)])
+    request = ScoreRequest(tokens=[to_ids(body.token_ids)])
     query = _query(asked.max_tokens, asked.prompt_logprobs, asked.logprobs, asked.logprobs_temperature)
     given = None if asked.prompt_logprob_token_ids is None else _table(asked.prompt_logprob_token_ids)
     skipped = asked.prompt_logprob_start or 0

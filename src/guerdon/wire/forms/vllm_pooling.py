@@ -173,7 +173,7 @@ class _ClassifyKeys(msgspec.Struct):
     input_ids: Raw = Raw(b"null")
 
 
-def _choose_classify(body: bytes) -> type[Body]:
+def _choose_classify(body: bodies.Octets) -> type[Body]:
     keys = bodies.read(body, _ClassifyKeys)
     if bytes(keys.text) == bytes(keys.input_ids) == b"null":
         return ClassifyBody
@@ -270,7 +270,7 @@ class _ScoreKeys(msgspec.Struct):
     data_1: Raw = Raw(b"null")
 
 
-def _choose_score(body: bytes) -> type[Body]:
+def _choose_score(body: bodies.Octets) -> type[Body]:
     keys = bodies.read(body, _ScoreKeys)
     if bytes(keys.query) == bytes(keys.label_token_ids) == b"null":
         return PairsBody

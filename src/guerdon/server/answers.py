@@ -1,0 +1,44 @@
+"""Answers: their assembly from a job's results, and their delivery."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+from guerdon.core import Score, ScoreReply, Sequence
+from guerdon.errors import GuerdonError, InvalidRequest, Unavailable
+from guerdon.server.batching.jobs import Job
+
+
+def assemble(job: Job, version: str, sequences: list[Sequence], errors: list[InvalidRequest | None]) -> ScoreReply:
+    """Puts the job's results between the `errors`; `version` is the weights' if nothing was computed."""
+    computed = iter(job.results)
+    results: list[Score | GuerdonError] = []
+    for error in errors:
+        result = next(computed) if error is None else error
+        assert result is not None
+        if isinstance(result, Unavailable):
+            raise copy.copy(result)  # other requests raise it, too
+        results.append(result)
+    queue_s = max(0.0, job.taken - job.arrived) if job.sequences else 0.0
+    lengths, tokens = [len(s.tokens) for s in sequences], [s.tokens for s in sequences]
+    return ScoreReply(results, lengths, job.weights_version or version, queue_s, job.compute_s, tokens)
+
+
+def deliver(jobs: list[Job], loop: asyncio.AbstractEventLoop | None) -> None:
+    """Wakes those who await the jobs on `loop`, all at once; on any thread."""
+    if not jobs:
+        return
+    assert loop is not None, "start() comes first"
+    try:
+        loop.call_soon_threadsafe(_resolve, jobs)
+    except RuntimeError:
+        if not loop.is_closed():  # nobody waits any more
+            raise
+
+
+def _resolve(jobs: list[Job]) -> None:
+    for job in jobs:
+        assert isinstance(job.owner, asyncio.Future)
+        if not job.owner.done():
+            job.owner.set_result(None)
