@@ -125,6 +125,20 @@ def test_a_long_string_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
         ALL_FORMS["/v1/completions"].read(json.dumps({"prompt": [["plain words of text" * 9]]}).encode(), {})
 
 
+@pytest.mark.parametrize("value", ["x" * 200, [1] * 200, {"a": [1] * 200}, 7, None])
+def test_what_is_only_looked_at_has_its_kind(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_json, "_PART", 50)
+    monkeypatch.setattr(long_json, "PIECE", 20)
+
+    class Keys(msgspec.Struct):
+        query: msgspec.Raw = msgspec.Raw(b"null")
+        other: Any = None
+
+    made = bodies.read(json.dumps({"query": value, "other": value, "more": [value]}).encode(), Keys)
+    assert made.other == value
+    assert type(json.loads(bytes(made.query))) is type(value)
+
+
 def test_what_can_only_be_read_at_once_is_bounded() -> None:
     keys = b"{%s}" % b",".join(b'"key %d":1' % i for i in range(100_000))
     with pytest.raises(InvalidRequest, match="an object has more than 524,288 bytes of short values"):

@@ -140,7 +140,12 @@ def check_depth(value: Any, what: str) -> None:
         level = [inner for outer in level for inner in _inside(outer) if type(inner) in _CONTAINERS]
         if not level:
             return
-    raise InvalidRequest(f"{what} is nested deeper than {MAX_DEPTH} lists and objects; send it flatter")
+    raise InvalidRequest(too_deep(what))
+
+
+def too_deep(what: str) -> str:
+    """Returns the error's text for a value that is nested too deep."""
+    return f"{what} is nested deeper than {MAX_DEPTH} lists and objects; send it flatter"
 
 
 def check_count(count: int, what: str) -> None:

@@ -96,8 +96,9 @@ class _Reader:
         if first == b'"':
             end = self._end_of_string(at)
             if end - at > _PART:
-                self._decode(b'"a"', hint, path, at)
-                return _Read("".join(self._parts_of_string(at + 1, end - 1, path)), end, b'"a"')
+                made = self._decode(b'"a"', hint, path, at)
+                text = "".join(self._parts_of_string(at + 1, end - 1, path))
+                return _Read(made if hint is msgspec.Raw else text, end, b'"a"')
             stub = b'"a"'
         else:
             found = _SCALAR.match(self._bytes(at, at + _MAX_SCALAR_BYTES))

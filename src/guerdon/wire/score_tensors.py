@@ -14,7 +14,7 @@ from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest, named
 from guerdon.trees import Forest
 from guerdon.wire import teacher_tensors
-from guerdon.wire.bodies import MAX_ROWS, check_count, check_depth, check_values, parse
+from guerdon.wire.bodies import MAX_ROWS, check_count, check_depth, check_values, parse, too_deep
 from guerdon.wire.long_json import MAX_STRING_BYTES, PIECE
 from guerdon.wire.signature import MODEL_VERSION, check_names, known_inputs
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor, integer_per_row, integers
@@ -186,7 +186,9 @@ def _jsons(tensor: Tensor, texts: list[str]) -> list[Any]:
                 values.append(parse(text.encode(), f"input '{tensor.name}', row {row}"))
             else:
                 values.append(msgspec.json.decode(text))  # orjson would make floats of integers beyond 64 bits
-        except (msgspec.MsgspecError, RecursionError) as e:
+        except RecursionError as e:
+            raise InvalidRequest(too_deep(f"input '{tensor.name}', row {row}")) from e
+        except msgspec.MsgspecError as e:
             hint = "; write text in quotes, and null if there is none" if tensor.name == "labels" else ""
             raise InvalidRequest(f"input '{tensor.name}', row {row}: not valid JSON: {e}{hint}") from e
         check_depth(values[-1], f"input '{tensor.name}', row {row}")
