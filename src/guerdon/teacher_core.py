@@ -49,16 +49,21 @@ class LogprobQuery:
     top_bytes: int = 8
     given_bytes: int = 4
     answer_bytes: int = 0
+    array_bytes: int = 0
 
     def with_given(self, ids: np.ndarray) -> LogprobQuery:
         """Returns the query with these ids given."""
         return dataclasses.replace(self, given=ids)
 
     def sized(self, num_asked: int, hidden_bytes: int) -> LogprobQuery:
-        """Returns the query with the size of its answer about so many tokens; a hidden state has `hidden_bytes`."""
-        a_token = 4 + self.top_bytes * (self.top_k + 1) + self.given_bytes * self.num_given
-        a_token += hidden_bytes if self.with_hidden else 0
-        return dataclasses.replace(self, answer_bytes=num_asked * a_token)
+        """Returns the query with the sizes of its answer about so many tokens; a hidden state has `hidden_bytes`.
+
+        `answer_bytes` is the size as it is sent, `array_bytes` that of the arrays that it is made of.
+        """
+        hidden = hidden_bytes if self.with_hidden else 0
+        a_token = 4 + self.top_bytes * (self.top_k + 1) + self.given_bytes * self.num_given + hidden
+        arrays = 12 + 8 * self.top_k + 4 * self.num_given + hidden
+        return dataclasses.replace(self, answer_bytes=num_asked * a_token, array_bytes=num_asked * arrays)
 
     def first(self, prompt_length: int | None) -> int:
         """Returns the position of the first asked token."""

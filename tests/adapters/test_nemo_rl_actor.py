@@ -40,12 +40,12 @@ class Meeting(EchoService):
         self._num_requests = 0
         self._all_are_there = asyncio.Event()
 
-    async def score(self, name: str, request: ScoreRequest, client: str = "") -> ScoreReply:
+    async def score(self, name: str, request: ScoreRequest, client: str = "", **more: Any) -> ScoreReply:
         self._num_requests += 1
         if self._num_requests == NUM_SAMPLES:
             self._all_are_there.set()
         await self._all_are_there.wait()
-        return await super().score(name, request, client)
+        return await super().score(name, request, client, **more)
 
 
 @pytest.fixture

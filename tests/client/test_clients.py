@@ -55,7 +55,7 @@ class ScriptedService(EchoService):
         self.most_in_progress = 0
         self.pause_s = 0.03
 
-    async def score(self, name: str, request: ScoreRequest, client: str = "") -> ScoreReply:
+    async def score(self, name: str, request: ScoreRequest, client: str = "", **more: Any) -> ScoreReply:
         self.num_scored += 1
         self.in_progress += 1
         self.most_in_progress = max(self.most_in_progress, self.in_progress)
@@ -63,7 +63,7 @@ class ScriptedService(EchoService):
             await asyncio.sleep(self.pause_s)
             if self.script:
                 raise self.script.pop(0)
-            return await super().score(name, request, client)
+            return await super().score(name, request, client, **more)
         finally:
             self.in_progress -= 1
 

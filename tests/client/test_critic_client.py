@@ -57,9 +57,9 @@ class ScriptedService(ArithmeticService):
             self._act(name)
         return await super().call(name, asked, client)
 
-    async def score(self, name: str, request: ScoreRequest, client: str = "") -> ScoreReply:
+    async def score(self, name: str, request: ScoreRequest, client: str = "", **more: Any) -> ScoreReply:
         self._act(name)
-        return await super().score(name, request, client)
+        return await super().score(name, request, client, **more)
 
     def _act(self, name: str) -> None:
         self.num_calls += 1

@@ -48,7 +48,7 @@ class Service(EchoService):
         self.room = 1_000_000
         self.in_progress = self.num_refused = 0
 
-    async def score(self, name: str, request: ScoreRequest, client: str = "") -> ScoreReply:
+    async def score(self, name: str, request: ScoreRequest, client: str = "", **more: Any) -> ScoreReply:
         self.seen.append(request)
         if any("wrong" in text for text in request.texts or ()):
             raise InvalidRequest("this is wrong")
@@ -61,7 +61,7 @@ class Service(EchoService):
         try:
             if self.room < 1_000_000:
                 await asyncio.sleep(0.005)
-            reply = await super().score(name, request, client)
+            reply = await super().score(name, request, client, **more)
         finally:
             self.in_progress -= len(request)
         reply.weights_version = self.weights_version

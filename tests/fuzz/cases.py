@@ -18,10 +18,10 @@ from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.critic_core import CheckpointInfo, Operation, OperationInfo, TrainReport, TrainRequest
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.server import reading, truncating
-from guerdon.wire import bodies, kserve, kserve_grpc, tensors
+from guerdon.wire import bodies, kserve, kserve_answers, kserve_grpc, tensors
 from guerdon.wire.forms import ALL_FORMS, FORMS, triton_repository
 from guerdon.wire.kserve import ServedReply, ServedRequest
-from guerdon.wire.tensors import InferRequest, Tensor
+from guerdon.wire.tensors import InferReply, InferRequest, Tensor
 
 EVERYTHING = ModelInfo(
     "reward_model",
@@ -43,13 +43,19 @@ _REPORT = TrainReport("", 1, "1", 0.5, [0.5], 3, 0.0, np.nan, 1.0, 1e-6, 1, 0)
 _CHECKPOINT = CheckpointInfo("step-1", 1, 1, "1", {})
 
 
+def whole(reply: InferReply, request: InferRequest) -> tuple[bytes, int | None]:
+    """The body of an answer, and its JSON's length if binary tensors follow it."""
+    made = kserve_answers.encode(reply, request)
+    return b"".join(made.pieces), made.json_length
+
+
 def binary(body: bytes, header_length: int | None, info: ModelInfo | OperationInfo) -> bool:
     """Whether KServe's body was accepted, and answered; any error but the client's own is raised."""
 
     def work() -> None:
         request = kserve.decode(body, header_length)
         reply = kserve.to_reply(_answer(kserve.to_request(request, info)), request, info)
-        payload, length = kserve.encode(reply, request)
+        payload, length = whole(reply, request)
         kserve.decode_reply(payload, length)
 
     return _judged(work)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -155,7 +156,7 @@ class EchoService(Service):
         models = [(ModelConfig(name=name), scorer) for name, scorer in scorers.items()]
         super().__init__(Worker(scorers), models, config or ServerConfig())
 
-    async def score(self, name: str, request: ScoreRequest, client: str = "") -> ScoreReply:
+    async def score(self, name: str, request: ScoreRequest, client: str = "", **more: Any) -> ScoreReply:
         self.requests = [*self.requests[-9:], request]
         marks = {int(row[0]) for row in request.tokens or [] if len(row)}
         marks |= {token for mark, token in MARKS.items() if mark in str(request.texts or request.messages)}
@@ -165,7 +166,7 @@ class EchoService(Service):
             raise Overloaded("the queue is full", 2.5)
         self.num_open += 1
         try:
-            return await super().score(name, request, client)
+            return await super().score(name, request, client, **more)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

@@ -201,7 +201,7 @@ def test_bodies_in_progress_are_bounded_together():
         wait_until(lambda: bool(service.requests))
         error = failure(stub.ModelInfer, large)
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "bodies of the requests in progress" in error.details()
+        assert "bodies and answers of the requests in progress" in error.details()
         assert len(first.result().raw_output_contents[0]) == 4 * len(rows)
         assert stub.ModelInfer(large).outputs[0].shape == [len(rows)]
 

@@ -324,7 +324,7 @@ def test_bodies_in_progress_are_bounded_together(chunked):
             wait_until(lambda: large().status_code == 503)
             assert client.post(INFER, content=body_of([[5]])).status_code == 200
             response = large()
-            assert "bodies of the requests in progress would exceed 1 MiB" in error_of(response, 503)
+            assert "bodies and answers of the requests in progress would exceed 1 MiB" in error_of(response, 503)
             assert response.headers["retry-after"] == "1"
         wait_until(lambda: client.post(INFER, content=whole).status_code != 503)  # the first's bytes left with it
         assert "takes at most" in error_of(client.post(INFER, content=whole), 400)
@@ -392,7 +392,7 @@ def test_a_body_holds_its_room_until_it_is_decoded_even_if_its_client_leaves(mon
             leaves.sendall(head % (INFER.encode(), len(large)) + large)
             assert begun.wait(30)
         for _ in range(20):
-            assert "bodies of the requests in progress" in error_of(client.post(INFER, content=small), 503)
+            assert "bodies and answers of the requests in progress" in error_of(client.post(INFER, content=small), 503)
             time.sleep(0.005)
         go.set()
         wait_until(lambda: client.post(INFER, content=small).status_code == 200)

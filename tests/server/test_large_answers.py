@@ -98,8 +98,8 @@ def test_a_large_answer_holds_room_of_bodies(server: RunningServer) -> None:
             announced = held.enter_context(socket.create_connection(address, timeout=30))
             announced.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n\r\n" % INFER.encode())
         wait_until(lambda: post(server, TEXTS, is_binary=True).status_code == 503)
-        assert "bodies of the requests in progress" in post(server, TEXTS, is_binary=True).json()["error"]
-        with pytest.raises(grpc.RpcError, match="bodies of the requests in progress"):
+        assert "bodies and answers of the requests in progress" in post(server, TEXTS, is_binary=True).json()["error"]
+        with pytest.raises(grpc.RpcError, match="bodies and answers of the requests in progress"):
             call(server, TEXTS)
         assert post(server, TEXTS[:9], is_binary=True).status_code == 200
     wait_until(lambda: post(server, TEXTS, is_binary=True).status_code == 200)

@@ -7,9 +7,10 @@ import orjson
 import pytest
 import tritonclient.http
 
+from fuzz.cases import whole
 from guerdon.errors import InvalidRequest, Unsupported
 from guerdon.wire import tensors
-from guerdon.wire.kserve import decode, decode_reply, encode, encode_request
+from guerdon.wire.kserve import decode, decode_reply, encode_request
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor
 
 TOKENS = np.arange(6, dtype=np.int64).reshape(2, 3)
@@ -62,7 +63,7 @@ def test_tritonclient_reads_what_is_written():
     values = np.array([[0.5], [np.nan]], np.float32)
     outputs = [Tensor.of("rewards", values), Tensor.of_texts("errors", ["", "bad ü"])]
     reply = InferReply("m", "1", outputs, "9", {"weights_version": "3"})
-    body, length = encode(reply, InferRequest({}, {"rewards": True, "errors": False}))
+    body, length = whole(reply, InferRequest({}, {"rewards": True, "errors": False}))
     read = tritonclient.http.InferenceServerClient.parse_response_body(body, header_length=length)
     assert np.array_equal(read.as_numpy("rewards"), values, equal_nan=True)
     assert read.get_output("errors")["data"] == ["", "bad ü"]
@@ -72,7 +73,7 @@ def test_tritonclient_reads_what_is_written():
 
 def test_json_replies_have_no_header_length_and_null_for_nan():
     values = np.array([[0.5], [np.nan]], np.float32)
-    body, length = encode(InferReply("m", "1", [Tensor.of("rewards", values)]), InferRequest({}))
+    body, length = whole(InferReply("m", "1", [Tensor.of("rewards", values)]), InferRequest({}))
     assert length is None
     assert orjson.loads(body) == {
         "model_name": "m",
@@ -88,18 +89,18 @@ def test_json_has_the_fewest_digits_from_which_the_same_float32_is_read():
     )
     values = np.concatenate([bits.view(np.float32), edges, np.nextafter(edges, np.float32(0))])
     values = values[np.isfinite(values)]
-    body, _ = encode(InferReply("m", "1", [Tensor.of("values", values)]), InferRequest({}))
+    body, _ = whole(InferReply("m", "1", [Tensor.of("values", values)]), InferRequest({}))
     for loads in (orjson.loads, json.loads):
         read = np.array(loads(body)["outputs"][0]["data"], np.float32)
         assert np.array_equal(read.view(np.uint32), values.view(np.uint32))
-    short, _ = encode(InferReply("m", "1", [Tensor.of("values", np.float32([0.1, 5]))]), InferRequest({}))
+    short, _ = whole(InferReply("m", "1", [Tensor.of("values", np.float32([0.1, 5]))]), InferRequest({}))
     assert b"[0.1,5.0]" in short
 
 
 def test_more_numbers_than_a_body_may_have_are_not_written_as_json():
     values = np.broadcast_to(np.float32(0), (1, tensors.MAX_WRITTEN + 1))
     with pytest.raises(InvalidRequest, match=r"output 'values' has 16,777,217 numbers, .*binary_data"):
-        encode(InferReply("m", "1", [Tensor.of("values", values)]), InferRequest({}))
+        whole(InferReply("m", "1", [Tensor.of("values", values)]), InferRequest({}))
 
 
 def test_requests_and_replies_survive_our_own_round_trip():
@@ -112,7 +113,7 @@ def test_requests_and_replies_survive_our_own_round_trip():
     assert usual.binary_default
     for binary in (True, False):
         reply = InferReply("m", "1", [Tensor.of("rewards", np.float32([[1], [2]]))], "5", {"a": "b"})
-        back = decode_reply(*encode(reply, InferRequest({}, binary_default=binary)))
+        back = decode_reply(*whole(reply, InferRequest({}, binary_default=binary)))
         assert (back.model_name, back.id, back.parameters) == ("m", "5", {"a": "b"})
         assert back.outputs[0].data.tolist() == [[1], [2]]
 

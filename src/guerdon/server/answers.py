@@ -1,13 +1,35 @@
-"""Answers: their assembly from a job's results, and their delivery."""
+"""Answers: about how large they will be, their assembly from a job's results, and their delivery."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Callable
 
-from guerdon.core import Score, ScoreReply, Sequence
+from guerdon.core import ModelInfo, Score, ScoreReply, Sequence
 from guerdon.errors import GuerdonError, InvalidRequest, Unavailable
 from guerdon.server.batching.jobs import Job
+
+_NUMBER_BYTES = 4
+
+Hold = Callable[[list[Sequence], ModelInfo], None]
+"""Makes room for the answer about the sequences; raises Overloaded if there is none."""
+
+
+def hold_nothing(sequences: list[Sequence], info: ModelInfo) -> None:
+    """Makes no room: the caller bounds its answers itself."""
+
+
+def num_bytes(sequences: list[Sequence], info: ModelInfo, num_tables: int) -> int:
+    """Returns about the bytes of the arrays that will answer the sequences, 0 if each has only a few numbers.
+
+    `num_tables` tables are made of them besides, whose rows are as long as the longest.
+    """
+    if "logprobs" in info.outputs:
+        rows = [s.query.array_bytes for s in sequences if s.query is not None]
+    else:
+        rows = [_NUMBER_BYTES * s.num_tokens for s in sequences] if info.is_by_token else []
+    return sum(rows) + num_tables * len(rows) * max(rows, default=0)
 
 
 def assemble(job: Job, version: str, sequences: list[Sequence], errors: list[InvalidRequest | None]) -> ScoreReply:

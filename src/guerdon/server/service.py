@@ -92,11 +92,18 @@ class Service:
     # ------------------------------------------------------------------------------------------------ scores
 
     async def score(
-        self, name: str, request: ScoreRequest, client: str = "", *, started: float | None = None
+        self,
+        name: str,
+        request: ScoreRequest,
+        client: str = "",
+        *,
+        hold: answers.Hold = answers.hold_nothing,
+        started: float | None = None,
     ) -> ScoreReply:
         """Returns one result per sample, in order; cancelling the call drops what has not started.
 
-        `started` is the monotonic time of its arrival, by default now. The error of a single sample stands in its
+        `hold` is called with what will be computed, and raises if its answer has no room. `started` is the monotonic
+        time of its arrival, by default now. The error of a single sample stands in its
         place. Raises InvalidRequest if the request as a whole is wrong, Overloaded, Unavailable and DeadlineExceeded.
         """
         tracing.tell(sequences=len(request))
@@ -107,7 +114,7 @@ class Service:
                 "--max-request-sequences"
             )
         if name in self.catalog.sums:
-            return await self._score_sum(self.catalog.sums[name], request, client)
+            return await self._score_sum(self.catalog.sums[name], request, client, hold)
         entry, is_critics = self.catalog.entry(name), self.critic is not None and self.critic.scorer_name == name
         if is_critics and (fault := self.critic.fault) is not None:  # type: ignore[union-attr]
             raise fault
@@ -120,6 +127,7 @@ class Service:
                     entry, request, client, lambda: self.loops.of[name].check_room(name, len(request), client=client)
                 )
                 accepted = [s for s, error in zip(sequences, errors, strict=True) if error is None]
+                hold(accepted, served.info)
                 job = Job(accepted, request.priority, started, client, started + (allowed_s or math.inf))
                 is_large = len(accepted) > reading.MANY_ROWS
                 if is_large:
@@ -148,11 +156,11 @@ class Service:
         await self._note(entry.info, request, reply, client)
         return reply
 
-    async def _score_sum(self, made: sums.Sum, request: ScoreRequest, client: str) -> ScoreReply:
+    async def _score_sum(self, made: sums.Sum, request: ScoreRequest, client: str, hold: answers.Hold) -> ScoreReply:
         made.check(request)
         started = time.monotonic()
         replies = await sums.score_components(
-            made.components, lambda component: self.score(component, request, client, started=started)
+            made.components, lambda component: self.score(component, request, client, hold=hold, started=started)
         )
         await self._note(made.info, request, reply := made.combine(replies), client)
         self.metrics.components(made.info.name, made.statistics())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
+import math
 import operator
 import re
 import reprlib
@@ -29,6 +32,9 @@ MAX_CONTAINERS = 1 << 19
 MAX_DEPTH = 64
 """Deepest nesting of a value that the server keeps: Python's own recursion stops at about a thousand."""
 
+BLOCK = 1 << 16
+"""Least bytes that are sent at once of what is written in pieces."""
+
 AT_ONCE = 1 << 16
 """Values that C code takes at once: it holds the GIL meanwhile, for a few milliseconds."""
 
@@ -37,6 +43,8 @@ MAX_ROWS = 1 << 20
 
 _MAX_TEXT = 2000
 _VALUE_BYTES = 64
+_MANY_NUMBERS = 1 << 10
+_NUMBERS_AT_ONCE = 1 << 14
 _COUNTED_BYTES = 1 << 18
 _CONTAINERS = frozenset((list, dict))
 _PROBLEM = re.compile(r"(?P<problem>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?", re.DOTALL)
@@ -46,16 +54,33 @@ _SHOWN.maxlist = _SHOWN.maxlevel = 16
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 100
 
 
-class JsonList:
-    """A long list that is JSON already, in `pieces`, without the brackets; only `write_in_pieces` writes it."""
+class InPieces(NamedTuple):
+    """A body that is made while it is sent; its size if it is known, and its JSON's length if binary tensors follow."""
 
-    def __init__(self) -> None:
-        self.pieces: list[bytes] = []
+    pieces: Iterator[bytes | memoryview]
+    num_bytes: int | None = None
+    json_length: int | None = None
 
-    def extend(self, values: Iterable[str]) -> None:
-        """Appends a piece with the values, which are JSON."""
-        if text := ",".join(values):
-            self.pieces.append(("," * bool(self.pieces) + text).encode())
+
+class Written:
+    """A value whose JSON is made piece by piece, once, while it is sent; only `write_in_pieces` writes it."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self.pieces = pieces
+
+    @classmethod
+    def in_base64(cls, data: memoryview) -> Written:
+        """Returns a string of the bytes as base64."""
+        return cls(
+            itertools.chain([b'"'], (base64.b64encode(data[some]) for some in slices(len(data), 3 * AT_ONCE)), [b'"'])
+        )
+
+    @classmethod
+    def array(cls, numbers: np.ndarray) -> Written:
+        """Returns numpy's numbers as nested lists."""
+        return cls(_array_pieces(numbers))
 
 
 def read(body: Octets, kind: type[T], what: str = "the body") -> T:
@@ -103,21 +128,21 @@ def write(value: Any) -> bytes:
     return _ENCODER.encode(value)
 
 
-def write_in_pieces(value: Any) -> list[bytes]:
-    """Returns what `write` does, in pieces: those of the `JsonList`s in it are not copied."""
-    lists: list[JsonList] = []
+def write_in_pieces(value: Any) -> Iterator[bytes]:
+    """Yields what `write` returns, about BLOCK bytes at once, which are made when they are asked for."""
+    found: list[Written] = []
 
     def hook(inner: Any) -> msgspec.Raw:
-        if not isinstance(inner, JsonList):
+        if isinstance(inner, np.ndarray) and inner.size > _MANY_NUMBERS:
+            inner = Written.array(inner)
+        if not isinstance(inner, Written):
             return _numpy(inner)
-        lists.append(inner)
+        found.append(inner)
         return msgspec.Raw(b"\0")  # strings have it only escaped
 
     first, *others = msgspec.json.Encoder(enc_hook=hook).encode(value).split(b"\0")
-    pieces = [first]
-    for inner, text in zip(lists, others, strict=True):
-        pieces += [b"[", *inner.pieces, b"]" + text]
-    return pieces
+    late = (itertools.chain(inner.pieces, [text]) for inner, text in zip(found, others, strict=True))
+    return _in_blocks(itertools.chain([first], itertools.chain.from_iterable(late)))
 
 
 def check_values(texts: Sequence[Octets], what: str) -> None:
@@ -243,6 +268,31 @@ class _Marks(NamedTuple):
             found += cls.near(marks[inside == 0].tobytes())
             is_inside = int(inside[-1]) if len(inside) else is_inside
         return found
+
+
+def _in_blocks(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    block = bytearray()
+    for piece in pieces:
+        block += piece
+        if len(block) >= BLOCK:
+            yield bytes(block)
+            block.clear()
+    yield bytes(block)
+
+
+def _array_pieces(numbers: np.ndarray) -> Iterator[bytes]:
+    """Yields the JSON of the array; of those that are wide at most one row at once."""
+    yield b"["
+    width = math.prod(numbers.shape[1:])
+    is_wide = width > 2 * _NUMBERS_AT_ONCE
+    for some in slices(len(numbers), max(1, _NUMBERS_AT_ONCE // max(1, width))):
+        if some.start:
+            yield b","
+        if is_wide:
+            yield from _array_pieces(numbers[some.start])
+        else:
+            yield orjson.dumps(np.ascontiguousarray(numbers[some]), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+    yield b"]"
 
 
 def _inside(value: list[Any] | dict[str, Any]) -> Iterable[Any]:

@@ -80,11 +80,6 @@ def read(
     return request, to_request(request, info)
 
 
-def write(reply: ServedReply, request: InferRequest, info: ModelInfo | OperationInfo) -> tuple[bytes, int | None]:
-    """Returns the body that answers `request`, and its JSON's length if binary tensors follow it, else None."""
-    return encode(to_reply(reply, request, info), request)
-
-
 def to_request(request: InferRequest, info: ModelInfo | OperationInfo) -> ServedRequest:
     """Returns the request that the tensors carry for the model or operation; raises InvalidRequest."""
     if isinstance(info, OperationInfo):
@@ -126,28 +121,11 @@ def decode(body: bodies.Octets, header_length: int | None) -> InferRequest:
     return InferRequest(_read_tensors(head.inputs or [], binary), outputs or None, name, parameters, binary_default)
 
 
-def encode(reply: InferReply, request: InferRequest) -> tuple[bytes, int | None]:
-    """Returns the body that answers `request`, and its JSON's length if binary tensors follow it, else None.
-
-    Non-finite values are null in JSON. Raises InvalidRequest if an output has too many values for JSON.
-    """
-    requested, default = request.outputs, request.binary_default
-    outputs: list[TensorBody] = []
-    blobs: list[bytes] = []
-    for tensor in reply.outputs:
-        if default if requested is None else requested.get(tensor.name, default):
-            outputs.append(_write_binary(tensor, blobs))
-        else:
-            outputs.append(TensorBody(tensor.name, tensor.datatype, list(tensor.shape), data=tensors.to_json(tensor)))
-    head = bodies.write(ReplyBody(outputs, reply.model_name, reply.model_version, reply.parameters or None, reply.id))
-    return (b"".join((head, *blobs)), len(head)) if blobs else (head, None)
-
-
 def encode_request(request: InferRequest) -> tuple[bytes, int]:
     """Returns the body of a request with every input in binary form, and its JSON's length."""
-    blobs: list[bytes] = []
+    blobs: list[bytes | memoryview] = []
     inputs, outputs, parameters = (
-        [_write_binary(tensor, blobs) for tensor in request.inputs.values()],
+        [write_binary(tensor, blobs) for tensor in request.inputs.values()],
         None,
         request.parameters,
     )
@@ -207,7 +185,7 @@ def _read_tensors(entries: list[TensorBody], binary: memoryview) -> dict[str, Te
     return found
 
 
-def _write_binary(tensor: Tensor, blobs: list[bytes]) -> TensorBody:
+def write_binary(tensor: Tensor, blobs: list[bytes | memoryview]) -> TensorBody:
     """Returns the tensor's entry in binary form; appends its bytes to `blobs`."""
     blobs.append(tensors.to_raw(tensor))
     return TensorBody(tensor.name, tensor.datatype, list(tensor.shape), TensorParameters(len(blobs[-1])))

@@ -105,7 +105,7 @@ def encode(reply: InferReply) -> pb.ModelInferResponse:
     message = pb.ModelInferResponse(model_name=reply.model_name, model_version=reply.model_version, id=reply.id)
     for tensor in reply.outputs:
         message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        message.raw_output_contents.append(tensors.to_raw(tensor))
+        message.raw_output_contents.append(bytes(tensors.to_raw(tensor)))
     _set_parameters(message.parameters, reply.parameters)
     return message
 
@@ -115,7 +115,7 @@ def encode_request(request: InferRequest, model_name: str, model_version: str = 
     message = pb.ModelInferRequest(model_name=model_name, model_version=model_version, id=request.id)
     for tensor in request.inputs.values():
         message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        message.raw_input_contents.append(tensors.to_raw(tensor))
+        message.raw_input_contents.append(bytes(tensors.to_raw(tensor)))
     for name in request.outputs or ():
         message.outputs.add(name=name)
     _set_parameters(message.parameters, request.parameters)

@@ -163,7 +163,7 @@ def from_numbers(name: str, datatype: str, shape: tuple[int, ...], array: np.nda
         return Tensor(name, datatype, shape, _reshape(name, array.astype(dtype), shape))
 
 
-def to_raw(tensor: Tensor) -> bytes:
+def to_raw(tensor: Tensor) -> bytes | memoryview:
     """Returns the tensor's bytes: little-endian, row-major; BYTES with a 32-bit length before each element."""
     if isinstance(tensor.data, list):
         return b"".join(part for element in tensor.data for part in (struct.pack("<I", len(element)), element))
@@ -171,7 +171,7 @@ def to_raw(tensor: Tensor) -> bytes:
         bits = np.ascontiguousarray(tensor.data, "<f4").view("<u4")
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest, ties to even
         return np.where(np.isnan(tensor.data), 0x7FC0, rounded).astype("<u2").tobytes()
-    return tensor.data.tobytes()
+    return np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8).data
 
 
 def to_json(tensor: Tensor) -> list[str] | np.ndarray:

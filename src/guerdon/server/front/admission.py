@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Protocol, TypeVar
 
-from guerdon.core import ModelInfo, ScoreReply
+from guerdon.core import ModelInfo, ScoreReply, Sequence
 from guerdon.critic_core import OperationInfo
 from guerdon.errors import GuerdonError, Overloaded, Unauthenticated, UnknownModel
-from guerdon.server import tracing
+from guerdon.server import answers, tracing
 from guerdon.server.auth import Caller
 from guerdon.server.batching.sharing import Shares
 from guerdon.server.metrics import UNKNOWN
@@ -38,11 +38,13 @@ Decoder = Callable[[ModelInfo | OperationInfo], tuple[InferRequest | None, Any]]
 class Exchange(Protocol[ReplyT]):
     """One request and its reply in the terms of a protocol and a transport.
 
-    `num_bytes` is about the size of what its decoder has to work on, once it is read.
+    Once it is read, `num_bytes` is about the size of what its decoder has to work on, and `num_tables` is how many
+    tables its reply makes of the answer's arrays.
     """
 
     caller: Caller
     num_bytes: int
+    num_tables: int
 
     async def read(self, visit: Visit) -> ModelInfo | OperationInfo:
         """Reads the request within the visit's room, and finds the model that it asks for."""
@@ -106,7 +108,7 @@ class Place:
         more, total = num_bytes - self._num_bytes, self._gate.bytes
         if more > 0 and not total.has_room(self._client, more):
             raise Overloaded(
-                f"the bodies of the requests in progress would exceed {total.total >> 20} MiB"
+                f"the bodies and answers of the requests in progress would exceed {total.total >> 20} MiB"
                 f"{_share(total, self._client)}; try again",
                 RETRY_AFTER_S,
             )
@@ -154,6 +156,7 @@ class Visit(Place):
         self._body_bytes: int | None = None
         """The size of its body; None until it has entered."""
         self._is_read = False
+        self._num_tables = 0
         self._keeps_bytes = False
 
     async def admit(self, exchange: Exchange[Any]) -> tuple[ModelInfo | OperationInfo, Any]:
@@ -162,11 +165,14 @@ class Visit(Place):
         A critic's request is left to the critic to decode, which keeps its turn meanwhile.
         """
         info = await exchange.read(self)
-        self._is_read = True
+        self._is_read, self._num_tables = True, exchange.num_tables
         decode = exchange.take_decoder()
         if isinstance(info, OperationInfo):
             return info, UnreadRequest(decode, exchange.num_bytes, info, self)
-        self.tensors, request = await self.run(functools.partial(decode, info), exchange.num_bytes)
+        if exchange.num_bytes <= INLINE_BYTES:
+            self.tensors, request = decode(info)
+        else:
+            self.tensors, request = await self.run(functools.partial(decode, info), exchange.num_bytes)
         return info, request
 
     def ask(self, info: ModelInfo | OperationInfo, request: Any) -> Coroutine[Any, Any, Any]:
@@ -175,7 +181,7 @@ class Visit(Place):
             return self._service.call(info.name, request, self._client)
         if request is None:
             return _nothing(info)
-        return self._service.score(info.name, request, self._client)
+        return self._service.score(info.name, request, self._client, hold=self._hold_answer)
 
     def check_room(self) -> None:
         """Raises Overloaded if `enter` would for lack of room."""
@@ -223,13 +229,18 @@ class Visit(Place):
         self.label = label
         tracing.tell(model=label)
 
-    def hold_answer(self, answer: Any, info: ModelInfo | OperationInfo) -> int:
-        """Holds and returns about the bytes of the answer's largest table, 0 if it has only a few numbers a sample."""
+    def _hold_answer(self, sequences: list[Sequence], info: ModelInfo) -> None:
+        """Holds the answer's bytes, before it is made; one that is larger than all room may be made alone."""
+        num_bytes = answers.num_bytes(sequences, info, self._num_tables)
+        if num_bytes:
+            self.hold(min(self._num_bytes + num_bytes, self._gate.bytes.most(self._client)))
+
+    @staticmethod
+    def table_bytes(answer: Any, info: ModelInfo | OperationInfo) -> int:
+        """Returns about the bytes of the answer's largest table, 0 if it has only a few numbers a sample."""
         if not isinstance(answer, ScoreReply) or not isinstance(info, ModelInfo):
             return 0
-        num_bytes = table_bytes(answer, info)
-        self.reach(num_bytes)
-        return num_bytes
+        return table_bytes(answer, info)
 
     def keep_bytes(self) -> None:
         """Has the bytes held until `release`, beyond the end of this context."""
@@ -264,7 +275,10 @@ class UnreadRequest:
         """Decodes it, once; raises InvalidRequest."""
         decode, self._decode = self._decode, None
         assert decode is not None
-        tensors, request = await self._visit.run(functools.partial(decode, self._info), self._num_bytes)
+        if self._num_bytes <= INLINE_BYTES:
+            tensors, request = decode(self._info)
+        else:
+            tensors, request = await self._visit.run(functools.partial(decode, self._info), self._num_bytes)
         if tensors is not None:
             tensors.inputs = {}  # it may wait for long: `request` alone holds the arrays
         self._visit.tensors = tensors

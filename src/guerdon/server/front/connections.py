@@ -369,6 +369,10 @@ class HttpConnection(HttpToolsProtocol):
         self._ignores_input = self._ignores_input or self.cycle is None or self.cycle.response_complete
         super().shutdown()
 
+    def break_off(self) -> None:
+        """Resets the connection: its client does not read what is sent."""
+        _break_off(self.transport)
+
     def check_time(self, now: float) -> None:
         """Ends the connection if it has timed out."""
         unread = self.transport.get_write_buffer_size()

@@ -28,6 +28,7 @@ from guerdon.server import status, tracing
 from guerdon.server.auth import ANYBODY, PYTRITONS_METADATA, Caller, read_pems, tls_context
 from guerdon.server.front.admission import Admission, Decoder, Visit
 from guerdon.server.front.grpc_messages import Receiving, end_unread, write_or_end
+from guerdon.server.front.http_request import LEAST_BYTES_PER_S
 from guerdon.server.front.request_spans import message_span, with_span
 from guerdon.server.logs import failure, without_frames
 from guerdon.server.service import Service
@@ -52,7 +53,6 @@ _PING_AFTER_MS = 60_000
 _PING_ANSWER_MS = 60_000
 _LEAST_PING_MS = 1_000
 _MOST_BUFFERED_BYTES = 65_536  # of an answer, which gRPC takes without waiting for its reader
-_LEAST_BYTES_PER_S = 1 << 16
 _MOST_TEXT_BYTES = 2000  # each of which may travel as three
 _MOST_BYTES = 2**31 - 1  # what gRPC can count
 
@@ -150,6 +150,8 @@ Infer = Callable[[Read, contextlib.ExitStack], Awaitable[pb.ModelStreamInferResp
 class _InferExchange:
     """One ModelInfer message, which `read_message` reads, and its reply."""
 
+    num_tables = 4  # the table, its bytes, the message and what is sent
+
     def __init__(self, call: _Call, read_message: Read, limits: LimitsConfig) -> None:
         self.caller = call.caller
         self.num_bytes = 0
@@ -194,7 +196,7 @@ class _InferExchange:
     async def encode(self, answer: ServedReply, info: ModelInfo | OperationInfo) -> pb.ModelInferResponse:
         """Returns the message; its bytes stay counted until `release`."""
         self.answer = answer
-        table_bytes = self._visit.hold_answer(answer, info)
+        table_bytes = self._visit.table_bytes(answer, info)
         write = functools.partial(self._write, answer, info)
         reply = await self._visit.run(write, max(self.num_bytes, table_bytes))
         self._visit.keep_bytes()
@@ -393,7 +395,7 @@ class _Front:
             return await exchange.encode(answer, info)
 
     def _seconds_to_send(self, num_bytes: int) -> float:
-        return self._limits.write_timeout_s + num_bytes / _LEAST_BYTES_PER_S
+        return self._limits.write_timeout_s + num_bytes / LEAST_BYTES_PER_S
 
 
 async def _answer_stream(

@@ -46,6 +46,7 @@ from guerdon.server.front.http_request import (
     UploadTooSlow,
     error_header,
     send_reply,
+    send_stream,
     version_header,
 )
 from guerdon.server.front.page_routes import Pages
@@ -96,6 +97,7 @@ class App:
         self.guard = Guard(admission, config)
         self.routes = _routes(admission, config)
         self._admission = admission
+        self._write_timeout_s = config.write_timeout_s
         self._metrics = admission.service.metrics
         self._fixed = {route.path: route for route in self.routes if "{" not in route.path}
         self._patterns = [(_pattern(route.path), route) for route in self.routes if "{" in route.path]
@@ -127,10 +129,22 @@ class App:
             self._metrics.client_request_done(caller.name, kind)
         if request.has_left or isinstance(error, Cancelled):
             return
-        if error is None:
-            await send_reply(send, reply)
-        else:
+        if error is not None:
             await self._refuse(error, request, send)
+        elif isinstance(reply[2], Stream):
+            await self._send_stream(reply, reply[2].place, request, send)
+        else:
+            await send_reply(send, reply)
+
+    async def _send_stream(self, reply: Reply, place: Place, request: HttpRequest, send: Send) -> None:
+        connection = request.scope.get(CONNECTION)
+        try:
+            has_left = (lambda: False) if connection is None else connection.transport.is_closing
+            if not await send_stream(send, reply, self._write_timeout_s, has_left) and connection is not None:
+                connection.break_off()
+            await asyncio.sleep(0)  # in which a connection that is closed learns of it
+        finally:
+            place.release()
 
     async def _answer(self, exchange: Exchange[Reply], request: HttpRequest) -> Reply:
         with Visit(self._admission, exchange.caller) as visit:
@@ -299,7 +313,8 @@ class _Handlers:
         if request.headers.get(b"if-none-match") == tag:
             return 304, headers, b""
         pieces = () if request.scope["method"] == "HEAD" else file.pieces()
-        return 200, [*headers, (b"content-type", b"application/octet-stream")], Stream(file.num_bytes, pieces)
+        headers.append((b"content-type", b"application/octet-stream"))
+        return 200, headers, Stream(file.num_bytes, pieces, Place(self._admission.gate, request.caller.name))
 
     async def index(self, request: HttpRequest) -> Reply:
         is_ready = await self._read_body(request, triton_repository.wants_only_ready)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from itertools import chain
 
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.critic_core import OperationInfo
@@ -20,7 +21,8 @@ from guerdon.server.front.http_request import (
 )
 from guerdon.server.reading import INLINE_BYTES
 from guerdon.settings.config import LimitsConfig
-from guerdon.wire import bodies, kserve
+from guerdon.wire import bodies, kserve, kserve_answers
+from guerdon.wire.bodies import InPieces
 from guerdon.wire.forms.form import Form, FormRequest
 from guerdon.wire.kserve import ServedReply
 
@@ -35,7 +37,7 @@ class KServeExchange:
 
     def __init__(self, request: HttpRequest, limits: LimitsConfig) -> None:
         self.caller = request.caller
-        self.num_bytes = 0
+        self.num_bytes, self.num_tables = 0, 1
         self._request = request
         self._limits = limits
 
@@ -56,10 +58,11 @@ class KServeExchange:
 
     async def encode(self, answer: ServedReply, info: ModelInfo | OperationInfo) -> Reply:
         """Returns JSON, and binary tensors if they were asked for."""
-        table_bytes = self._visit.hold_answer(answer, info)
         assert self._visit.tensors is not None
-        write = functools.partial(kserve.write, answer, self._visit.tensors, info)
-        payload, json_length = await self._visit.run(write, max(self.num_bytes, table_bytes))
+        write = functools.partial(kserve_answers.write, answer, self._visit.tensors, info)
+        num_bytes = max(self.num_bytes, self._visit.table_bytes(answer, info))
+        make = functools.partial(_body, write, self._visit, self._request)
+        payload, json_length = await self._visit.run(make, num_bytes)
         headers: Headers = []
         if isinstance(answer, ScoreReply):
             headers = score_headers(answer)
@@ -79,6 +82,7 @@ class FormExchange:
 
     def __init__(self, request: HttpRequest, form: Form, admission: Admission, limits: LimitsConfig) -> None:
         self.caller = request.caller
+        self.num_tables = 0
         self._form = form
         self._request = request
         self._admission = admission
@@ -95,6 +99,7 @@ class FormExchange:
         parse = functools.partial(self._form.read, body, query)
         del body
         self._asked = asked = await visit.run(parse, size, READ_INLINE_BYTES)
+        self.num_tables = asked.num_tables
         del parse
         # A prompt before many responses makes more text than was sent.
         visit.reach(_num_characters(asked))
@@ -112,16 +117,29 @@ class FormExchange:
     async def encode(self, answer: ScoreReply, info: ModelInfo | OperationInfo) -> Reply:
         """Returns the form's answer as JSON."""
         assert isinstance(info, ModelInfo)
-        write = functools.partial(self._write, answer, info)
-        table_bytes = self._visit.hold_answer(answer, info)
-        payload = await self._visit.run(write, max(self._size, table_bytes, len(answer.results) * _ROW_BYTES))
+        num_bytes = max(self._size, self._visit.table_bytes(answer, info), len(answer.results) * _ROW_BYTES)
+        make = functools.partial(_body, functools.partial(self._write, answer, info), self._visit, self._request)
+        payload, _ = await self._visit.run(make, num_bytes)
         return 200, [*score_headers(answer), JSON], payload
 
-    def _write(self, reply: ScoreReply, info: ModelInfo) -> bytes | Stream:
-        written: Any = self._asked.to_reply(reply, info)
-        pieces = bodies.write_in_pieces(written)
-        num_bytes = sum(map(len, pieces))
-        return b"".join(pieces) if num_bytes <= INLINE_BYTES else Stream(num_bytes, pieces)
+    def _write(self, reply: ScoreReply, info: ModelInfo) -> InPieces:
+        return InPieces(bodies.write_in_pieces(self._asked.to_reply(reply, info)))
+
+
+def _body(write: Callable[[], InPieces], visit: Visit, request: HttpRequest) -> tuple[bytes | Stream, int | None]:
+    """Returns the body that `write` makes, as a whole if it is short, and its JSON's length if more follows."""
+    pieces, num_bytes, json_length = write()
+    start: list[bytes | memoryview] = []
+    for piece in pieces:
+        start.append(piece)
+        if sum(map(len, start)) > bodies.BLOCK:
+            break
+    else:
+        return b"".join(start), json_length
+    if num_bytes is None and request.scope["http_version"] == "1.0":  # which knows no chunks
+        num_bytes = sum(map(len, write().pieces))
+    visit.keep_bytes()
+    return Stream(num_bytes, chain(start, pieces), visit), json_length
 
 
 def _num_characters(asked: FormRequest) -> int:

@@ -14,6 +14,7 @@ from guerdon.core import ScoreReply
 from guerdon.errors import Cancelled, DeadlineExceeded, GuerdonError, InvalidRequest, PayloadTooLarge
 from guerdon.server.auth import Caller
 from guerdon.server.front.admission import Place
+from guerdon.server.reading import INLINE_BYTES
 from guerdon.settings.config import LimitsConfig
 from guerdon.wire import bodies
 from guerdon.wire.inflate import PIECE, Inflater
@@ -23,10 +24,14 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(frozen=True)
 class Stream:
-    """A large body of `num_bytes`, of which only the piece that is being sent is in memory."""
+    """A large body of `num_bytes`, None if unknown, of which only the piece that is being sent is in memory.
 
-    num_bytes: int
+    `place` makes the pieces, beside the event loop, and holds its bytes until all are sent.
+    """
+
+    num_bytes: int | None
     pieces: Iterable[bytes | memoryview]
+    place: Place
 
 
 Reply = tuple[int, Headers, bytes | Stream]
@@ -39,6 +44,9 @@ CONNECTION = "guerdon.connection"
 
 READ_INLINE_BYTES = 65_536
 """Longer JSON is read in a thread: ten thousand samples may stand in it."""
+
+LEAST_BYTES_PER_S = 1 << 16
+"""A client that reads a large answer more slowly is given up, after a while."""
 
 _WATCH_AFTER_S = 0.01
 _INFLATE_INLINE_BYTES = 65_536
@@ -175,19 +183,40 @@ Handler = Callable[[HttpRequest], Awaitable[Reply]]
 async def send_reply(send: Send, reply: Reply, *, more_body: bool = False) -> None:
     """Sends status, headers and body; with `more_body` the connection stays open for the caller."""
     status, headers, body = reply
-    num_bytes = body.num_bytes if isinstance(body, Stream) else len(body)
-    headers.append((b"content-length", b"%d" % num_bytes))
+    assert isinstance(body, bytes)
+    headers.append((b"content-length", b"%d" % len(body)))
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    if isinstance(body, Stream):
-        for piece in body.pieces:
-            await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
-        body = b""
     await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
 
 def error_header(kind: type[GuerdonError]) -> tuple[bytes, bytes]:
     """Returns the header that names the class of an error."""
     return b"guerdon-error", kind.__name__.encode()
+
+
+async def send_stream(send: Send, reply: Reply, write_timeout_s: float, has_left: Callable[[], bool]) -> bool:
+    """Sends status, headers and a body in pieces, each when the client has read those before it.
+
+    Returns False if the client reads too slowly; ends early if it `has_left`.
+    """
+    status, headers, body = reply
+    assert isinstance(body, Stream)
+    if body.num_bytes is not None:
+        headers.append((b"content-length", b"%d" % body.num_bytes))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    loop, pieces, left_s = asyncio.get_running_loop(), iter(body.pieces), write_timeout_s
+    piece: bytes | memoryview | None = b""
+    while piece is not None and not has_left():
+        piece = await body.place.run(lambda: next(pieces, None), INLINE_BYTES + 1)
+        started = loop.time()
+        try:
+            async with asyncio.timeout(left_s):
+                message = {"type": "http.response.body", "body": bytes(piece or b""), "more_body": piece is not None}
+                await send(message)
+        except TimeoutError:
+            return False
+        left_s += len(piece or b"") / LEAST_BYTES_PER_S - (loop.time() - started)
+    return True
 
 
 def version_header(weights_version: str) -> tuple[bytes, bytes]:

@@ -211,6 +211,7 @@ class _TrialExchange:
     """One prompt with its responses, as the page sends them."""
 
     num_bytes = 0  # the body is parsed in `read`, since it names the model
+    num_tables = 1
 
     def __init__(self, request: HttpRequest, service: Service, limits: LimitsConfig) -> None:
         self.caller = request.caller

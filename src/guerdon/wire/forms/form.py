@@ -106,7 +106,8 @@ class FormRequest:
 
     `request` is None if the body has no samples; `to_reply` then gets a reply without results. `to_reply` raises a
     failed sample's error. `check` runs before anything is computed, and raises InvalidRequest if the model cannot
-    answer. `output` replaces the form's own.
+    answer. `output` replaces the form's own. `num_tables` is how many tables the reply makes of the samples' arrays,
+    with all rows as long as the longest.
     """
 
     model: str
@@ -114,6 +115,7 @@ class FormRequest:
     to_reply: Callable[[ScoreReply, ModelInfo], Any]
     check: Callable[[ModelInfo], None] = check_rewards
     output: str = ""
+    num_tables: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import base64
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from msgspec import Meta
 
 from guerdon.core import ModelInfo, Score
 from guerdon.errors import SampleFailed
+from guerdon.wire.bodies import BLOCK, Written
 
 Activation = Literal["sigmoid", "softmax", "fitting"]
 """The function of a sample's numbers; `fitting` is softmax for several, sigmoid for one."""
+
+InBase64 = Annotated[Any, Meta(extra_json_schema={"type": "string"})]
+"""A string, or `Written` as one."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -70,6 +75,9 @@ def activated(numbers: np.ndarray, activation: Activation | None) -> np.ndarray:
     return (powers / powers.sum(axis=-1, keepdims=True)).astype(np.float32)
 
 
-def in_base64(numbers: np.ndarray, dtype: str = "<f4") -> str:
-    """Returns the numbers' bytes in row order, of numpy's `dtype`, as base64."""
-    return base64.b64encode(numbers.astype(dtype).tobytes()).decode()
+def in_base64(numbers: np.ndarray, dtype: str = "<f4") -> InBase64:
+    """Returns the numbers' bytes in row order, of numpy's `dtype`, as base64, which is made late if it is long."""
+    data = np.ascontiguousarray(numbers, dtype)
+    if data.nbytes <= BLOCK:
+        return base64.b64encode(data.tobytes()).decode()
+    return Written.in_base64(data.reshape(-1).view(np.uint8).data)

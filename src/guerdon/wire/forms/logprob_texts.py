@@ -15,7 +15,7 @@ from msgspec import Meta
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest
 from guerdon.teacher_core import TokenLogprobs
-from guerdon.wire.bodies import JsonList
+from guerdon.wire import bodies
 from guerdon.wire.forms.form import check_logprobs
 from guerdon.wire.score_tensors import scores_of
 
@@ -34,7 +34,7 @@ Temperature = Annotated[float, Meta(gt=0, description="a number above 0")]
 
 _LIST = {"type": "array"}
 Written = Annotated[Any, Meta(extra_json_schema=_LIST)]
-"""A list that is written already, `JsonList`."""
+"""A list that is written while it is sent, `bodies.Written`."""
 
 
 def said_of(reply: ScoreReply) -> list[TokenLogprobs]:
@@ -77,12 +77,17 @@ def string_texts(strings: list[str]) -> list[str]:
     return [orjson.dumps(text.encode(errors="replace").decode()).decode() for text in strings]
 
 
-def written(parts: Iterable[str]) -> JsonList:
-    """Returns the list of the parts, which are JSON; only some of them are in memory at once."""
-    made, left = JsonList(), iter(parts)
-    while some := list(islice(left, _POSITIONS)):
-        made.extend(some)
-    return made
+def written(parts: Iterable[str]) -> bodies.Written:
+    """Returns the list of the parts, which are JSON and are made while the list is sent."""
+
+    def pieces() -> Iterator[bytes]:
+        left, between = iter(parts), "["
+        while some := list(islice(left, _POSITIONS)):
+            yield (between + ",".join(some)).encode()
+            between = ","
+        yield b"[]" if between == "[" else b"]"
+
+    return bodies.Written(pieces())
 
 
 def position_slices(count: int) -> Iterator[slice]:

@@ -14,7 +14,6 @@ from msgspec import UNSET, Meta, UnsetType
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest
 from guerdon.teacher_core import Decodes, LogprobQuery, TokenLogprobs
-from guerdon.wire.bodies import JsonList
 from guerdon.wire.forms.form import (
     SOME,
     Body,
@@ -29,7 +28,7 @@ from guerdon.wire.forms.form import (
     unsupported,
 )
 from guerdon.wire.forms.form import Ids as IdsOrRows
-from guerdon.wire.forms.labels import in_base64
+from guerdon.wire.forms.labels import InBase64, in_base64
 from guerdon.wire.forms.logprob_texts import (
     LEAST,
     TEXT_BYTES,
@@ -40,7 +39,6 @@ from guerdon.wire.forms.logprob_texts import (
     Written,
     check_counts,
     id_texts,
-    number_texts,
     position_slices,
     said_of,
     triples,
@@ -145,8 +143,8 @@ class GenerateMeta(msgspec.Struct, kw_only=True):
     input_top_logprobs_null_prefix: int | UnsetType = UNSET
     input_top_logprobs_val_flat: Written | UnsetType = UNSET
     input_top_logprobs_idx_flat: Written | UnsetType = UNSET
-    input_top_logprobs_val_flat_b64: str | UnsetType = UNSET
-    input_top_logprobs_idx_flat_b64: str | UnsetType = UNSET
+    input_top_logprobs_val_flat_b64: InBase64 | UnsetType = UNSET
+    input_top_logprobs_idx_flat_b64: InBase64 | UnsetType = UNSET
     input_top_logprobs_val_flat_b64_dtype: Literal["float32"] | UnsetType = UNSET
     input_top_logprobs_idx_flat_b64_dtype: Literal["int32"] | UnsetType = UNSET
 
@@ -335,20 +333,21 @@ def _fill(
     asked = tokens[first:]
     told = slice(0, len(asked))  # of a text more may be computed, since its tokens were not counted when it came
     assert said.logprobs is not None
-    entries = triples(asked, said.logprobs[told], texts_of)
+    values = said.logprobs[told]
+    entries = (triples(asked[part], values[part], texts_of) for part in position_slices(len(asked)))
     heads = [f"[null,{tokens[0]},{id_texts(tokens[:1], texts_of)[0]}]"] if blank else []
-    meta.input_token_logprobs = written([*heads, *entries])
+    meta.input_token_logprobs = written(chain(heads, chain.from_iterable(entries)))
     new = Entries.after(said, one.top) if said.next_ids is not None else None
     meta.output_token_logprobs = written([] if new is None else triples(new.ids[:1], new.logprobs[:1], texts_of))
     nulls = ["null"] * blank
     if one.top:
         meta.output_top_logprobs = written([] if new is None else [_row(triples(new.ids, new.logprobs, texts_of))])
         assert said.top_ids is not None and said.top_logprobs is not None
-        ids, values = said.top_ids[told], said.top_logprobs[told]
+        ids, tops = said.top_ids[told], said.top_logprobs[told]
         if body.return_flat_raw_top_logprobs:
-            _fill_flat(meta, ids, values, int(blank), in_binary=bool(body.return_flat_raw_top_logprobs_b64))
+            _fill_flat(meta, ids, tops, int(blank), in_binary=bool(body.return_flat_raw_top_logprobs_b64))
         else:
-            meta.input_top_logprobs = written(chain(nulls, _rows(ids, values, texts_of)))
+            meta.input_top_logprobs = written(chain(nulls, _rows(ids, tops, texts_of)))
     if said.given_logprobs is not None:
         query = one.query(len(tokens))
         assert query.given is not None
@@ -365,15 +364,7 @@ def _fill_flat(meta: GenerateMeta, ids: np.ndarray, values: np.ndarray, blank: i
         meta.input_top_logprobs_idx_flat_b64 = in_base64(ids, "<i4")
         meta.input_top_logprobs_val_flat_b64_dtype, meta.input_top_logprobs_idx_flat_b64_dtype = "float32", "int32"
     else:
-        meta.input_top_logprobs_val_flat = _numbers(values)
-        meta.input_top_logprobs_idx_flat = _numbers(ids)
-
-
-def _numbers(table: np.ndarray) -> JsonList:
-    made = JsonList()
-    for part in position_slices(len(table)):
-        made.extend(number_texts(table[part]))
-    return made
+        meta.input_top_logprobs_val_flat, meta.input_top_logprobs_idx_flat = values.reshape(-1), ids.reshape(-1)
 
 
 def _rows(ids: np.ndarray, values: np.ndarray, texts_of: Any, *, skips_pads: bool = False) -> Iterator[str]:

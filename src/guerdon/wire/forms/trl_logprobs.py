@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -13,7 +14,7 @@ from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.teacher_core import LogprobQuery, TokenLogprobs
 from guerdon.wire.bodies import to_ids
 from guerdon.wire.forms.form import SOME, Body, Form, FormRequest, TokenId, Url
-from guerdon.wire.forms.labels import in_base64
+from guerdon.wire.forms.labels import InBase64, in_base64
 from guerdon.wire.forms.logprob_texts import (
     PAIR_BYTES,
     Count,
@@ -54,10 +55,10 @@ class SequenceLogprobs(msgspec.Struct):
 class BinarySequenceLogprobs(msgspec.Struct):
     """Float32 and int32 arrays `shape`, those of the actual tokens `[B,W,1]`; minus infinity and 0 behind a row."""
 
-    logprobs_b64: str
-    token_ids_b64: str
-    actual_logprobs_b64: str
-    actual_token_ids_b64: str
+    logprobs_b64: InBase64
+    token_ids_b64: InBase64
+    actual_logprobs_b64: InBase64
+    actual_token_ids_b64: InBase64
     shape: list[int]
     completion_lengths: list[int]
 
@@ -93,7 +94,9 @@ def _sequence_logprobs(body: SequenceLogprobsBody, url: Url) -> FormRequest:
             return _in_json(said, tokens, lengths)
         return _in_binary(said, tokens, lengths, body.top_logprobs)
 
-    return FormRequest(body.model or "", request, to_reply, check_counts(top_logprobs=body.top_logprobs))
+    check = check_counts(top_logprobs=body.top_logprobs)
+    num_tables = int(body.response_format == "binary")
+    return FormRequest(body.model or "", request, to_reply, check, num_tables=num_tables)
 
 
 FORMS = {
@@ -114,16 +117,18 @@ FORMS = {
 def _in_json(said: list[TokenLogprobs], tokens: list[np.ndarray], lengths: list[int]) -> SequenceLogprobs:
     made = SequenceLogprobs([], [])
     for one, row, length in zip(said, tokens, lengths, strict=True):
-        # Nothing predicts the first token.
-        blank = ["[]"] * (length == 0)
-        values, ids = written(blank), written(blank)
-        for part in Entries.of(one, row[max(1, length) :]):
-            entries = part.by_rank()
-            values.extend(_lists(number_texts(entries.logprobs), entries.counts))
-            ids.extend(_lists(number_texts(entries.ids), entries.counts))
-        made.logprobs.append(values)
-        made.logprob_token_ids.append(ids)
+        made.logprobs.append(written(_rows(one, row, length, "logprobs")))
+        made.logprob_token_ids.append(written(_rows(one, row, length, "ids")))
     return made
+
+
+def _rows(one: TokenLogprobs, row: np.ndarray, length: int, name: str) -> Iterator[str]:
+    """Yields for each token behind the prompt a list of that field of its entries, best first."""
+    if length == 0:
+        yield "[]"  # nothing predicts the first token
+    for part in Entries.of(one, row[max(1, length) :]):
+        entries = part.by_rank()
+        yield from _lists(number_texts(getattr(entries, name)), entries.counts)
 
 
 def _in_binary(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import time
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -28,6 +28,7 @@ from guerdon.wire.forms.form import (
     to_samples,
     unsupported,
 )
+from guerdon.wire.forms.labels import InBase64, in_base64
 from guerdon.wire.forms.logprob_texts import (
     LEAST,
     OBJECT_BYTES,
@@ -190,7 +191,7 @@ class GenerateReply(msgspec.Struct, kw_only=True):
     output_mode: Literal["tokens"] = "tokens"
     choices: list[GenerateChoice]
     prompt_logprobs: Written | None = None
-    prompt_token_id_logprobs: str | None = None
+    prompt_token_id_logprobs: InBase64 | None = None
     prompt_token_ids: np.ndarray | None = None
 
 
@@ -264,7 +265,7 @@ def _generate(body: GenerateBody, url: Url) -> FormRequest:
         logprobs=asked.logprobs or 0,
         prompt_logprob_token_ids=0 if given is None else given.shape[1],
     )
-    return FormRequest(body.model or "", request, to_reply, check)
+    return FormRequest(body.model or "", request, to_reply, check, num_tables=0 if given is None else 2)
 
 
 FORMS = {
@@ -354,42 +355,51 @@ def _first(said: TokenLogprobs, count: int) -> TokenLogprobs:
 def _prompt_logprobs(count: int | None, said: TokenLogprobs, tokens: np.ndarray, text: Decodes | None) -> Any:
     if count is None:
         return None
-    made = written(["null"])
-    for entries in Entries.of(_first(said, count), tokens[1:], 1):
-        texts = ["null"] * len(entries.ids) if text is None else _texts_among(entries, tokens, text)
-        made.extend(write_positions(entries, texts))
-    return made
+    positions = (
+        write_positions(entries, ["null"] * len(entries.ids) if text is None else _texts_among(entries, tokens, text))
+        for entries in Entries.of(_first(said, count), tokens[1:], 1)
+    )
+    return written(itertools.chain(["null"], itertools.chain.from_iterable(positions)))
 
 
 def _logprobs(
     body: CompletionsBody, said: TokenLogprobs, tokens: np.ndarray, text: Decodes | None
 ) -> CompletionLogprobs:
     """Returns OpenAI's lists: of the prompt's tokens if they are echoed, and of the next one if there is one."""
-    count = body.logprobs or 0
-    echoed = Entries.of(_first(said, count), tokens[1:], 1) if body.echo else ()
-    new = [Entries.after(said, count)] if said.next_ids is not None else []
     if body.return_tokens_as_token_ids:
         text = None
+
+    def told(count: int) -> Iterator[tuple[list[int], list[str], list[str]]]:
+        """Yields how many ids some positions have, the actual one and `count` likeliest, their texts and log-probs."""
+        echoed = Entries.of(_first(said, count), tokens[1:], 1) if body.echo else ()
+        new = [Entries.after(said, count)] if said.next_ids is not None else []
+        for part in itertools.chain(echoed, new):
+            names = _names(part.ids) if text is None else _texts_among(part, tokens, text)
+            yield part.counts.tolist(), names, number_texts(part.logprobs)
+
+    def tops() -> Iterator[str]:
+        yield from ["null"] * len(first)
+        for counts, names, numbers in told(body.logprobs or 0):
+            start = 0
+            for size in counts:
+                # Several ids may have the same text: the first, which is the actual or the likelier token, has it.
+                row: dict[str, str] = {}
+                for name, number in zip(names[start : start + size], numbers[start : start + size], strict=True):
+                    row.setdefault(name, number)
+                yield "{" + ",".join(map("%s:%s".__mod__, row.items())) + "}"
+                start += size
+
     first = (_names(tokens[:1]) if text is None else id_texts(tokens[:1], text.texts_of)) if body.echo else []
-    words, values, all_tops = list(first), ["null"] * len(first), written(["null"] * len(first))
-    for part in itertools.chain(echoed, new):
-        names = _names(part.ids) if text is None else _texts_among(part, tokens, text)
-        numbers, start = number_texts(part.logprobs), 0
-        tops = []
-        for size in part.counts.tolist():
-            words.append(names[start])
-            values.append(numbers[start])
-            # Several ids may have the same text: the first, which is the actual or the likelier token, has it.
-            row: dict[str, str] = {}
-            for name, number in zip(names[start : start + size], numbers[start : start + size], strict=True):
-                row.setdefault(name, number)
-            tops.append("{" + ",".join(map("%s:%s".__mod__, row.items())) + "}")
-            start += size
-        all_tops.extend(tops)
+    words, values = list(first), ["null"] * len(first)
+    for _, names, numbers in told(0):
+        words += names
+        values += numbers
     lengths = [len(msgspec.json.decode(word)) for word in words]
-    offsets = np.cumsum([0, *lengths])[:-1].tolist()
     return CompletionLogprobs(
-        text_offset=offsets, token_logprobs=written(values), tokens=written(words), top_logprobs=all_tops
+        text_offset=np.cumsum([0, *lengths])[:-1].tolist(),
+        token_logprobs=written(values),
+        tokens=written(words),
+        top_logprobs=written(tops()),
     )
 
 
@@ -429,9 +439,10 @@ def _usage(reply: ScoreReply, num_new: int) -> Usage:
     return Usage(prompt_tokens=num_tokens, completion_tokens=num_new, total_tokens=num_tokens + num_new)
 
 
-def _as_npy(table: np.ndarray) -> str:
+def _as_npy(table: np.ndarray) -> InBase64:
     """Returns the float32 table as numpy's file (NPY 1.0), in base64."""
     header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {table.shape}, }}"
     header += " " * (-(10 + len(header) + 1) % 64) + "\n"
     start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode("latin-1")
-    return base64.b64encode(start + table.astype("<f4").tobytes()).decode()
+    data = np.ascontiguousarray(table, "<f4").reshape(-1).view(np.uint8)
+    return in_base64(np.concatenate([np.frombuffer(start, np.uint8), data]), "u1")
