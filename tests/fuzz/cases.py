@@ -5,7 +5,7 @@ answered.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -132,6 +132,7 @@ def _answer(asked: ServedRequest) -> ServedReply:
 
 _TOKENS = np.array([[5, 6, 7, 2], [8, 9, 2, 0]])
 _CONVERSATION = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "4 — vier"}]
+_PARTS: dict[str, Any] = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "What is 2+2?"}]}
 
 
 def requests() -> list[tuple[InferRequest, ModelInfo | OperationInfo]]:
@@ -190,8 +191,22 @@ FORM_BODIES: list[tuple[str, Any]] = [
     ("/v1/rerank", {"query": {"text": "a"}, "documents": ["b", {"content": ["c"]}], "top_n": 1}),
     ("/v2/rerank", {"query": "a", "documents": {"text": "b"}, "return_documents": False}),
     ("/predict", {"inputs": [["a", "b"], ["c"]], "truncate": True, "parameters": {"function_to_apply": "softmax"}}),
+    *((path, orjson.loads(body.example)) for path, form in ALL_FORMS.items() for body in form.bodies),
+    (
+        "/verify",
+        {
+            "responses_create_params": {"input": [_PARTS], "instructions": "be brief"},
+            "response": {"output": [{"type": "reasoning"}, _PARTS | {"role": "assistant"}]},
+            "instance_config": {"x": 1},
+            "label": ["4"],
+        },
+    ),
+    (
+        "/compare",
+        {"conversation_history": _CONVERSATION[:1], "response_objs": [{"output": [_PARTS]}] * 2, "principle": "brief"},
+    ),
 ]
-"""A valid body or two of each form."""
+"""A valid body or more of each form."""
 
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 0.5, -0.0, 1e308,
@@ -226,6 +241,16 @@ def text(rng: Random, value: Any) -> bytes:
         mark = rng.choice(list(_RARE))
         return orjson.dumps(changed(rng, value, mark)).replace(b'"%s"' % mark.encode(), _RARE[mark])
     return orjson.dumps(value)
+
+
+def all_changed(value: Any, odd: Any) -> Iterator[Any]:
+    """The JSON value with each of its nodes once replaced by `odd`."""
+    yield odd
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        for inner in all_changed(value[key], odd):
+            other = value.copy()
+            other[key] = inner
+            yield other
 
 
 def changed(rng: Random, value: Any, odd: Any = ...) -> Any:

@@ -9,6 +9,7 @@ import os
 from random import Random
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 import pytest
@@ -80,6 +81,17 @@ def test_any_json_with_any_bytes_behind_it_is_read_or_refused(header, blob, info
 @given(st.sampled_from(sorted(ALL_FORMS)), values | st.dictionaries(st.sampled_from(cases._KEYS), values, max_size=5))
 def test_any_json_is_read_or_refused_by_every_form(path, body):
     cases.form(path, written(body), {})
+
+
+@pytest.mark.parametrize("path", ALL_FORMS)
+def test_a_value_of_any_type_in_any_place_is_read_or_refused_by_every_form(path):
+    known = {field.encode_name for body in ALL_FORMS[path].bodies for field in msgspec.structs.fields(body)}
+    for other, example in cases.FORM_BODIES:
+        if other == path:
+            whole = dict.fromkeys(known - example.keys()) | example
+            for odd in (None, True, -1, 0.5, "x", [], [[1]], {}):
+                for body in cases.all_changed(whole, odd):
+                    cases.form(path, written(body), {})
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)

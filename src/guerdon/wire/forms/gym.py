@@ -143,10 +143,11 @@ def text_of(item: Mapping[str, Any], where: str) -> str:
         raise InvalidRequest(f"{where}.content is {kind_of(content)}; send a string, or a list of text parts")
     texts = []
     for i, part in enumerate(content):
-        key = _TEXTS.get(part.get("type", "text"), "") if isinstance(part, dict) else ""
-        if not key or not isinstance(part.get(key), str):
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        text = part.get(_TEXTS.get(kind)) if isinstance(kind, str) else None
+        if not isinstance(text, str):
             raise InvalidRequest(f"{where}.content[{i}] is no text, and models here read only text")
-        texts.append(part[key])
+        texts.append(text)
     return "".join(texts)
 
 
