@@ -121,8 +121,8 @@ class ScoreRequest:
     which texts divide into pairs, None for a text that is none; to a model that `reads_pairs` a text with a prompt is a
     pair anyway. With `add_special_tokens` the tokenizer's special tokens are added to texts; None adds them only to the
     pairs of such a model. With `completes` texts that the chat template has made end as it ends an answer. Without
-    `truncation` the server's setting decides about samples that are too long. `width` is the length of the padded rows
-    that the tokens were sent in.
+    `truncation` the server's setting decides about long samples. `width` is the length of the padded rows that the
+    tokens were sent in. With `is_whole` the first wrong sample fails the request, and those behind it need not be read.
     """
 
     texts: list[str] | None = None
@@ -143,6 +143,7 @@ class ScoreRequest:
     truncation: Truncation | None = None
     width: int | None = None
     queries: list[LogprobQuery] | None = None
+    is_whole: bool = False
 
     def __len__(self) -> int:
         return len(self.texts or self.messages or self.tokens or ())

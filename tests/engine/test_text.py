@@ -282,6 +282,17 @@ def test_a_text_that_is_too_long_is_tokenised_only_as_far_as_needed(
         assert len(rows[1]) == 100
 
 
+def test_nothing_is_tokenised_behind_a_wrong_text_that_fails_the_request(
+    encoder: TextEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = read_characters(encoder, monkeypatch)
+    texts = ["a", LONG, *[LONG] * 20, "b"]
+    _, rows = finish(encoder.encode_in_steps(texts, False, None, 100, is_whole=True))
+    assert len(seen) == 2 and sum(seen) < cuts.PIECE + 100
+    assert not isinstance(rows[0], InvalidRequest)
+    assert [str(row) for row in rows[1:]] == ["the sample has more than 100 tokens, the most that fit; shorten it"] * 22
+
+
 def test_nothing_but_a_stretch_that_cannot_be_cut_is_tokenised_at_once(
     encoder: TextEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,7 +132,11 @@ def _answer(asked: ServedRequest) -> ServedReply:
 
 _TOKENS = np.array([[5, 6, 7, 2], [8, 9, 2, 0]])
 _CONVERSATION = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "4 — vier"}]
-_PARTS: dict[str, Any] = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "What is 2+2?"}]}
+_PARTS: dict[str, Any] = {
+    "type": "message",
+    "role": "user",
+    "content": [{"type": "input_text", "text": "What is 2+2?"}],
+}
 
 
 def requests() -> list[tuple[InferRequest, ModelInfo | OperationInfo]]:

@@ -67,7 +67,12 @@ class EchoScorer:
         return self.encode([str(conversation) for conversation in conversations])
 
     def encode_in_steps(
-        self, texts: list[str], add_special_tokens: bool, truncation: Truncation | None, max_tokens: int | None
+        self,
+        texts: list[str],
+        add_special_tokens: bool,
+        truncation: Truncation | None,
+        max_tokens: int | None,
+        **more: Any,
     ) -> Steps:
         yield
         return self.encode(texts, add_special_tokens, truncation)
@@ -81,12 +86,13 @@ class EchoScorer:
         add_special_tokens: bool,
         truncation: Truncation | None,
         max_tokens: int | None,
+        **more: Any,
     ) -> PairSteps:
         yield
         return self.encode_pairs(pairs)
 
     def encode_messages_in_steps(
-        self, conversations: list[list[Message]], truncation: Truncation | None, max_tokens: int | None
+        self, conversations: list[list[Message]], truncation: Truncation | None, max_tokens: int | None, **more: Any
     ) -> Steps:
         yield
         return self.encode_messages(conversations)

@@ -107,8 +107,8 @@ async def test_a_text_that_the_old_tokenizer_read_is_read_again(root: Path, tmp_
         assert isinstance(encoder, Tokenizer)
         encode, has_read, go_on = encoder.encode_in_steps, threading.Event(), threading.Event()
 
-        def slow(*asked: Any) -> Any:
-            ids = yield from encode(*asked)
+        def slow(*asked: Any, **more: Any) -> Any:
+            ids = yield from encode(*asked, **more)
             has_read.set()
             go_on.wait(30)
             return ids

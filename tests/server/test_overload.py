@@ -140,6 +140,18 @@ def test_what_cannot_be_done_in_time_is_refused_but_never_what_is_alone() -> Non
     assert s.take(0.0) is not None and s.take_late() == [alone]
 
 
+@pytest.mark.parametrize(("timeout_s", "after_s"), [(10.0, 3.6), (1.0, 10.8), (0.1, 11.0)])
+def test_who_is_refused_for_its_deadline_is_told_when_there_is_time(timeout_s: float, after_s: float) -> None:
+    """110,000 tokens wait, which take 11 s; with its own 6,000 it needs 11.6 s, and a fifth of its time stays free."""
+    s = Scheduler(Limits(max_batch_tokens=BUDGET, max_queue_tokens=10**9))
+    full_batch(s, 0.4)  # 10,000 tokens a second
+    for i in range(110):
+        s.add(make_job(1000 * i, 5, 0.0, 100.0), 0.0)
+    with pytest.raises(Overloaded, match="allow more time") as refused:
+        s.add(make_job(900_000, 30, 0.0, timeout_s), 0.0)
+    assert refused.value.retry_after_s == pytest.approx(after_s)
+
+
 def test_a_pace_that_was_measured_wrong_is_measured_again() -> None:
     s = Scheduler(Limits(max_batch_tokens=BUDGET))
     full_batch(s, 4000.0)

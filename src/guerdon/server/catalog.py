@@ -43,7 +43,13 @@ class Tokenizer(Encoder, Protocol):
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]: ...
 
     def encode_in_steps(
-        self, texts: list[str], add_special_tokens: bool, truncation: Truncation | None, max_tokens: int | None
+        self,
+        texts: list[str],
+        add_special_tokens: bool,
+        truncation: Truncation | None,
+        max_tokens: int | None,
+        *,
+        is_whole: bool = False,
     ) -> Steps: ...
 
     def encode_pairs(
@@ -56,10 +62,17 @@ class Tokenizer(Encoder, Protocol):
         add_special_tokens: bool,
         truncation: Truncation | None,
         max_tokens: int | None,
+        *,
+        is_whole: bool = False,
     ) -> PairSteps: ...
 
     def encode_messages_in_steps(
-        self, conversations: list[list[Message]], truncation: Truncation | None, max_tokens: int | None
+        self,
+        conversations: list[list[Message]],
+        truncation: Truncation | None,
+        max_tokens: int | None,
+        *,
+        is_whole: bool = False,
     ) -> Steps: ...
 
     def render(self, conversation: list[Message]) -> str | InvalidRequest: ...

@@ -182,17 +182,21 @@ class Reader(Workers):
         with tracing.step("tokenize", served.info.name):
             if not isinstance(encoder, Tokenizer):  # it takes no messages
                 return await self.run(client, lambda: encoder.encode(texts or [], added, cut if added else None))
+            whole = request.is_whole
             if texts is None:
-                return await self._finish(encoder.encode_messages_in_steps(request.messages or [], cut, most), client)
+                messages = encoder.encode_messages_in_steps(request.messages or [], cut, most, is_whole=whole)
+                return await self._finish(messages, client)
             splits = find_splits(request, served.info, encoder)
             if splits is None:
-                return await self._finish(encoder.encode_in_steps(texts, added, cut, most), client)
+                return await self._finish(encoder.encode_in_steps(texts, added, cut, most, is_whole=whole), client)
             # To a model that reads pairs special tokens are what tells them apart.
             template = served.info.reads_pairs if request.add_special_tokens is None else added
             pairs = {i: (texts[i][:at], texts[i][at:]) for i, at in enumerate(splits) if isinstance(at, int)}
             singles = {i: texts[i] for i, at in enumerate(splits) if at is None}
-            apart = await self._finish(encoder.encode_pairs_in_steps([*pairs.values()], template, cut, most), client)
-            alone = await self._finish(encoder.encode_in_steps([*singles.values()], added, cut, most), client)
+            steps = encoder.encode_pairs_in_steps([*pairs.values()], template, cut, most, is_whole=whole)
+            apart = await self._finish(steps, client)
+            others = encoder.encode_in_steps([*singles.values()], added, cut, most, is_whole=whole)
+            alone = await self._finish(others, client)
             made = dict(zip((*pairs, *singles), (*apart, *alone), strict=True))
             made |= {i: at for i, at in enumerate(splits) if isinstance(at, InvalidRequest)}
             return [made[i] for i in range(len(texts))]

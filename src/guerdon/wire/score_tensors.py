@@ -88,6 +88,7 @@ def to_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
         score.labels = _jsons(inputs["labels"], _row_texts(inputs["labels"], num_rows))
     if "step_positions" in inputs:
         score.steps = _step_rows(inputs["step_positions"], num_rows)
+    score.is_whole = request.outputs is None or "errors" not in request.outputs
     if "logprobs" in info.outputs:
         score.queries = teacher_tensors.to_queries(request, num_rows)
     return score

@@ -154,12 +154,15 @@ class TextEncoder:
         add_special_tokens: bool = False,
         truncation: Truncation | None = None,
         max_tokens: int | None = None,
+        *,
+        is_whole: bool = False,
     ) -> Steps:
         """Does what `encode` does, as a generator that tokenises about `cuts.PIECE` characters between two yields.
 
         It stops reading a text when `truncation` drops the rest, or when the text has more than `max_tokens` tokens.
+        If `is_whole`, all texts after one that gets an error get the same error, unread.
         """
-        return (yield from self._encode(texts, add_special_tokens, truncation, truncation, max_tokens))
+        return (yield from self._encode(texts, add_special_tokens, truncation, truncation, max_tokens, is_whole))
 
     def encode_pairs(
         self, pairs: ListLike[tuple[str, str]], add_special_tokens: bool = False, truncation: Truncation | None = None
@@ -178,6 +181,8 @@ class TextEncoder:
         add_special_tokens: bool = False,
         truncation: Truncation | None = None,
         max_tokens: int | None = None,
+        *,
+        is_whole: bool = False,
     ) -> PairSteps:
         """Does what `encode_pairs` does, in steps as `encode_in_steps`; equal texts are tokenised once."""
         template = self._pair if add_special_tokens else self._plain_pair or PairTemplate()
@@ -190,9 +195,9 @@ class TextEncoder:
             of_long = Truncation(max(room, 0) + 1, truncation.side)  # enough to know that it is too long
         lone = list(dict.fromkeys(first for first, second in pairs if not second))
         texts = list(dict.fromkeys(text for pair in pairs if pair[1] for text in pair))
-        rows = yield from self._encode(lone, add_special_tokens, truncation, truncation, max_tokens)
+        rows = yield from self._encode(lone, add_special_tokens, truncation, truncation, max_tokens, is_whole)
         alone = dict(zip(lone, rows, strict=True))
-        rows = yield from self._encode(texts, False, None, of_long, max_tokens if room is None else None)
+        rows = yield from self._encode(texts, False, None, of_long, max_tokens if room is None else None, is_whole)
         ids = dict(zip(texts, rows, strict=True))
         made: list[Sequence | InvalidRequest] = []
         for first, second in pairs:
@@ -203,7 +208,12 @@ class TextEncoder:
         return made
 
     def encode_messages_in_steps(
-        self, conversations: list[list[Message]], truncation: Truncation | None = None, max_tokens: int | None = None
+        self,
+        conversations: list[list[Message]],
+        truncation: Truncation | None = None,
+        max_tokens: int | None = None,
+        *,
+        is_whole: bool = False,
     ) -> Steps:
         """Does what `encode_messages` does, in steps as `encode_in_steps`."""
         made: list[Any] = []
@@ -215,7 +225,9 @@ class TextEncoder:
             made.append(self._render(conversation))
             rendered += _RENDERING + len(made[-1]) if isinstance(made[-1], str) else _RENDERING
         places = [i for i, text in enumerate(made) if isinstance(text, str)]
-        rows = yield from self.encode_in_steps([made[i] for i in places], False, truncation, max_tokens)
+        rows = yield from self.encode_in_steps(
+            [made[i] for i in places], False, truncation, max_tokens, is_whole=is_whole
+        )
         for i, ids in zip(places, rows, strict=True):
             made[i] = ids
         return made
@@ -291,6 +303,7 @@ class TextEncoder:
         of_short: Truncation | None,
         of_long: Truncation | None,
         max_tokens: int | None,
+        is_whole: bool,
     ) -> Steps:
         """Does what `encode_in_steps` does, with other truncation for texts that are tokenised in parts."""
         made: list[np.ndarray | InvalidRequest] = []
@@ -301,6 +314,9 @@ class TextEncoder:
                 made.append((yield from self._long(group[0], add_special_tokens, of_long, max_tokens)))
             else:
                 made += self._short(group, add_special_tokens, of_short)
+            error = next((row for row in made[-len(group) :] if isinstance(row, InvalidRequest)), None)
+            if is_whole and error is not None:
+                return made + [error] * (len(texts) - len(made))
         return made
 
     def _join(

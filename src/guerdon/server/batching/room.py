@@ -50,7 +50,11 @@ class Pace:
 
     def would_be_late(self, num_tokens: int, seconds_left: float) -> bool:
         """Whether this many tokens, after the running batch, probably take longer than `seconds_left`."""
-        return self.is_late(num_tokens + self._running, (1 - _SPARE) * seconds_left)
+        return self._is_known and self.late_by_s(num_tokens, seconds_left) > 0
+
+    def late_by_s(self, num_tokens: int, seconds_left: float) -> float:
+        """Returns by how many seconds they probably take longer."""
+        return self.seconds_for(num_tokens + self._running) - (1 - _SPARE) * seconds_left
 
     def seconds_for(self, num_tokens: float) -> float:
         """Returns the estimated seconds for this many tokens; 0.0 before the first batch."""
@@ -107,6 +111,6 @@ class Room:
         self.sequences.give(client, num_sequences)
         self.tokens.give(client, num_tokens)
 
-    def retry_after_s(self) -> float:
-        """Returns the seconds until half of the queue is done, between 1 and 60."""
-        return min(60.0, max(1.0, self.pace.seconds_for(0.5 * self.tokens.taken)))
+    def retry_after_s(self, late_by_s: float | None = None) -> float:
+        """Returns the seconds until half of the queue is done, or `late_by_s` are over, between 1 and 60."""
+        return min(60.0, max(1.0, self.pace.seconds_for(0.5 * self.tokens.taken) if late_by_s is None else late_by_s))

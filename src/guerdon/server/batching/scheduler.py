@@ -56,11 +56,12 @@ class Scheduler:
             self.orders.hold(job)
             return
         self._price(job)
-        if now is not None and self.num_sequences and self._would_be_late(job, job.deadline - now):
+        late_by_s = 0.0 if now is None or not self.num_sequences else self._late_by_s(job, job.deadline - now)
+        if now is not None and late_by_s > 0:
             raise Overloaded(
                 f"{self.num_sequences} sequences ({self.room.tokens.taken} tokens) wait, too many to score "
                 f"{job.cost_left} tokens more in {job.deadline - now:.3g} s; try again later, or allow more time",
-                self.room.retry_after_s(),
+                self.room.retry_after_s(late_by_s),
             )
         self.room.take(job.num_sequences, job.num_tokens, job.client)
         self._put(job)
@@ -244,9 +245,14 @@ class Scheduler:
         whole = -(-job.cost_left // size) * size
         return max(job.cost_left, min(whole, batch.num_tokens + self._cost))
 
-    def _would_be_late(self, job: Job, seconds_left: float) -> bool:
-        """Whether a job that arrives now would probably miss its deadline."""
-        late = self.room.pace.would_be_late
-        if not late(self._cost + job.cost_left, seconds_left):
-            return False
-        return late(self._queue.tokens_until(job, self.limits.max_batch_tokens), seconds_left)
+    def _late_by_s(self, job: Job, seconds_left: float) -> float:
+        """Returns by how many seconds a job that arrives now would probably miss its deadline, 0.0 if it would not.
+
+        At the latest when the queue is empty it would be taken.
+        """
+        pace = self.room.pace
+        if not pace.would_be_late(self._cost + job.cost_left, seconds_left):
+            return 0.0
+        num_tokens = min(self._cost + job.cost_left, self._queue.tokens_until(job, self.limits.max_batch_tokens))
+        late_by_s = min(pace.late_by_s(num_tokens, seconds_left), pace.late_by_s(self._cost, 0.0))
+        return max(0.0, late_by_s)

@@ -144,7 +144,10 @@ class Form:
         for name in url.__struct_fields__:
             if name != "model" and getattr(parsed, name, "") is None and getattr(url, name) is not None:
                 setattr(parsed, name, getattr(url, name) == "true")
-        return self.to_request(parsed, url)
+        asked = self.to_request(parsed, url)
+        if asked.request is not None:
+            asked.request.is_whole = True
+        return asked
 
 
 # --- samples -------------------------------------------------------------------------------------------------------
