@@ -207,15 +207,17 @@ async def send_stream(send: Send, reply: Reply, write_timeout_s: float, has_left
     loop, pieces, left_s = asyncio.get_running_loop(), iter(body.pieces), write_timeout_s
     piece: bytes | memoryview | None = b""
     while piece is not None and not has_left():
-        piece = await body.place.run(lambda: next(pieces, None), INLINE_BYTES + 1)
+        following = await body.place.run(lambda: next(pieces, None), INLINE_BYTES + 1)
+        if following is None:
+            body.place.release()  # before the client has all, and may ask again
         started = loop.time()
         try:
             async with asyncio.timeout(left_s):
-                message = {"type": "http.response.body", "body": bytes(piece or b""), "more_body": piece is not None}
-                await send(message)
+                await send({"type": "http.response.body", "body": bytes(piece), "more_body": following is not None})
         except TimeoutError:
             return False
-        left_s += len(piece or b"") / LEAST_BYTES_PER_S - (loop.time() - started)
+        left_s += len(piece) / LEAST_BYTES_PER_S - (loop.time() - started)
+        piece = following
     return True
 
 
