@@ -98,7 +98,7 @@ class _RerankKeys(msgspec.Struct):
     texts: Raw = Raw(b"null")
 
 
-def _choose(body: bytes) -> type[Body]:
+def _choose(body: bodies.Octets) -> type[Body]:
     keys = bodies.read(body, _RerankKeys)
     if bytes(keys.texts) == b"null":
         return RerankBody
