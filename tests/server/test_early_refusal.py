@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -81,6 +82,36 @@ def test_nobody_is_refused_for_padding_while_half_the_queue_is_free(server: Runn
         wait_until(lambda: padded.done() or waiting(server) == 90 + num_rows)
         scorers.hold.set()
         assert [done.result().status_code for done in (*asked, padded)] == [200] * 3
+
+
+def test_a_long_request_that_would_be_late_is_refused_before_it_is_parsed() -> None:
+    """What tells the two apart is a body that cannot be parsed."""
+    model = ModelConfig(model="scorers:score", max_batch_tokens=16)
+    config = ServerConfig(port=0, grpc_port=None, models=[model])
+    scorers.hold.clear()
+    begun = len(scorers.calls)
+    with RunningServer(build_service(config), config) as server, ThreadPoolExecutor(3) as pool:
+        ask = httpx.Client(base_url=server.http_url, timeout=60).post
+
+        def status(timeout_us: int, more: bytes = b"") -> tuple[int, float]:
+            body = b'{"parameters": {"timeout": %d%s}, "inputs": [{"data": [%s' % (timeout_us, more, b"5," * 9000)
+            reply = ask(INFER, content=body)
+            return reply.status_code, float(reply.headers.get("retry-after", "0"))
+
+        assert status(1_000)[0] == 400  # before the first full batch nobody knows how long one takes
+        full = pool.submit(ask, INFER, content=body_of([[scorers.WAITS] * 16]))
+        wait_until(lambda: len(scorers.calls) > begun)
+        time.sleep(0.5)  # so a full batch takes at least as long: at most 32 tokens a second
+        scorers.hold.set()
+        assert full.result().status_code == 200
+        scorers.hold.clear()
+        slow = begin(server, pool, ask, 1600)
+        assert status(20_000_000)[0] == 503 and status(20_000_000)[1] > 1
+        assert status(3_600_000_000)[0] == 400
+        assert status(20_000_000, b', "priority": 1')[0] == 400
+        assert status(20_000_000, b', "labels": {"timeout": 3600000000}')[0] == 400
+        scorers.hold.set()
+        assert [done.result().status_code for done in slow] == [200, 200]
 
 
 def begin(server: RunningServer, pool: ThreadPoolExecutor, ask: Callable[..., Any], num_tokens: int) -> list[Future]:

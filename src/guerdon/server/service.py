@@ -65,7 +65,7 @@ class Service:
         self.codec = reading.Workers("codec")
         """Decodes requests and encodes answers."""
         self.max_request_sequences = config.max_request_sequences
-        self._timeout_s = config.request_timeout_s
+        self.timeout_s = config.request_timeout_s
         self._asyncio: asyncio.AbstractEventLoop | None = None
         operations = () if critic is None else critic.infos
         self.catalog = Catalog(models, config.rewards, operations, "" if critic is None else critic.scorer_name)
@@ -120,7 +120,7 @@ class Service:
             raise fault
         started = time.monotonic() if started is None else started
         # A score may wait behind a train request for as long as that takes.
-        allowed_s = request.timeout_s or (None if is_critics else self._timeout_s)
+        allowed_s = request.timeout_s or (None if is_critics else self.timeout_s)
         try:
             async with asyncio.timeout(allowed_s):
                 served, sequences, errors, plan = await self.reader.read(
@@ -177,16 +177,16 @@ class Service:
         tracing.tell(model=info.name, failed_sequences=num_failed, weights_version=reply.weights_version)
         self.recorder.note(info, request, reply, lengths)
 
-    def check_room(self, name: str, client: str = "", num_bytes: int = 0) -> None:
-        """Raises Overloaded if the model's queue has no room for this client, Unavailable if it is unloaded.
+    def check_room(self, name: str, client: str = "", num_bytes: int = 0, seconds_left: float = math.inf) -> None:
+        """Raises Overloaded if the model's queue has no room or no time for this client, Unavailable if it is unloaded.
 
         The request has `num_bytes` and is not decoded yet; its tokens are estimated, and padding counts. If the queue
         is more than half full, one with much padding may be refused although it would fit.
         """
-        made = self.catalog.sums.get(name)
+        made, num_tokens = self.catalog.sums.get(name), num_bytes // _BYTES_A_TOKEN
         for component in (name,) if made is None else made.components:
             self.catalog.entry(component).loaded()
-            self.loops.of[component].check_room(component, 1, num_bytes // _BYTES_A_TOKEN, client)
+            self.loops.of[component].check_room(component, 1, num_tokens, client, seconds_left)
 
     async def call(
         self, name: str, request: TrainRequest | ControlRequest | UnreadRequest, client: str = ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -93,8 +94,13 @@ class ChatLoop:
             self._begun[model].pop(job, None)
         self._call(self._cancel_tasks, job)
 
-    def check_room(self, model: str, num_sequences: int, num_tokens: int = 0, client: str = "") -> None:
-        """Raises Overloaded if the judge's queue has no room for a request that is not decoded yet."""
+    def check_room(
+        self, model: str, num_sequences: int, num_tokens: int = 0, client: str = "", seconds_left: float = math.inf
+    ) -> None:
+        """Raises Overloaded if the judge's queue has no room for a request that is not decoded yet.
+
+        How long a judge's calls take is not known, so that there is time for all.
+        """
         with self._lock:
             self._schedulers[model].room.check_coming(num_sequences, num_tokens, client)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -107,12 +108,17 @@ class Loop:
         with self._wake:
             self._schedulers[model].cancel(job)
 
-    def check_room(self, model: str, num_sequences: int, num_tokens: int = 0, client: str = "") -> None:
-        """Raises Overloaded if the model's queue has no room for a request that is not decoded yet.
+    def check_room(
+        self, model: str, num_sequences: int, num_tokens: int = 0, client: str = "", seconds_left: float = math.inf
+    ) -> None:
+        """Raises Overloaded if the queue has no room, or no time, for a request that is not decoded yet.
 
-        Takes no lock, which the thread holds while it chooses a batch: `submit` checks again.
+        Takes no lock for the room, which the thread holds while it chooses a batch: `submit` checks again.
         """
         self._schedulers[model].room.check_coming(num_sequences, num_tokens, client)
+        if seconds_left < math.inf:
+            with self._wake:
+                self._schedulers[model].check_coming(num_tokens, seconds_left, client)
 
     def change(self, model: str, limits: Limits) -> None:
         """Changes the limits of the model's batches; on the loop's thread, or before it starts."""

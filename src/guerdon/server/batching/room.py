@@ -101,6 +101,19 @@ class Room:
         most = self.tokens.most(client)
         self.check(num_sequences, num_tokens if num_tokens > most else min(num_tokens, most // 2), client)
 
+    def check_time(self, num_tokens: int, waiting_cost: int, cost: int, seconds_left: float) -> None:
+        """Raises Overloaded if so many tokens, of which `cost` are the request's own, take longer than `seconds_left`.
+
+        At the latest when what waits is done it would be taken.
+        """
+        late_by_s = min(self.pace.late_by_s(num_tokens, seconds_left), self.pace.late_by_s(waiting_cost, 0.0))
+        if late_by_s > 0:
+            raise Overloaded(
+                f"{self.sequences.taken} sequences ({self.tokens.taken} tokens) wait, too many to score {cost} tokens "
+                f"more in {seconds_left:.3g} s; try again later, or allow more time",
+                self.retry_after_s(late_by_s),
+            )
+
     def take(self, num_sequences: int, num_tokens: int, client: str) -> None:
         """Counts what joins the queue."""
         self.sequences.take(client, num_sequences)

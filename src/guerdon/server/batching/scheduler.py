@@ -16,7 +16,6 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
-from guerdon.errors import Overloaded
 from guerdon.server.batching.fair_queue import FairQueue
 from guerdon.server.batching.jobs import Batch, Job, Limits
 from guerdon.server.batching.orders import HeldBack, Order
@@ -56,15 +55,16 @@ class Scheduler:
             self.orders.hold(job)
             return
         self._price(job)
-        late_by_s = 0.0 if now is None or not self.num_sequences else self._late_by_s(job, job.deadline - now)
-        if now is not None and late_by_s > 0:
-            raise Overloaded(
-                f"{self.num_sequences} sequences ({self.room.tokens.taken} tokens) wait, too many to score "
-                f"{job.cost_left} tokens more in {job.deadline - now:.3g} s; try again later, or allow more time",
-                self.room.retry_after_s(late_by_s),
-            )
+        if now is not None and self.num_sequences:
+            self._check_time(job, job.deadline - now)
         self.room.take(job.num_sequences, job.num_tokens, job.client)
         self._put(job)
+
+    def check_coming(self, num_tokens: int, seconds_left: float, client: str) -> None:
+        """Raises Overloaded if about so many tokens would be late; of them as much is shared as of what waits."""
+        if not self.orders and self.num_sequences:
+            cost = num_tokens * self._cost // max(1, self.room.tokens.taken)
+            self._check_time(Job([], client=client, cost_left=cost), seconds_left)
 
     def price(self, job: Job) -> None:
         """Estimates what the job costs; `add` does it, too, but for many sequences it takes long. Thread-safe."""
@@ -245,14 +245,8 @@ class Scheduler:
         whole = -(-job.cost_left // size) * size
         return max(job.cost_left, min(whole, batch.num_tokens + self._cost))
 
-    def _late_by_s(self, job: Job, seconds_left: float) -> float:
-        """Returns by how many seconds a job that arrives now would probably miss its deadline, 0.0 if it would not.
-
-        At the latest when the queue is empty it would be taken.
-        """
-        pace = self.room.pace
-        if not pace.would_be_late(self._cost + job.cost_left, seconds_left):
-            return 0.0
-        num_tokens = min(self._cost + job.cost_left, self._queue.tokens_until(job, self.limits.max_batch_tokens))
-        late_by_s = min(pace.late_by_s(num_tokens, seconds_left), pace.late_by_s(self._cost, 0.0))
-        return max(0.0, late_by_s)
+    def _check_time(self, job: Job, seconds_left: float) -> None:
+        """Raises Overloaded if a job that arrives now would probably miss its deadline."""
+        if self.room.pace.would_be_late(self._cost + job.cost_left, seconds_left):
+            until = min(self._cost + job.cost_left, self._queue.tokens_until(job, self.limits.max_batch_tokens))
+            self.room.check_time(until, self._cost, job.cost_left, seconds_left)

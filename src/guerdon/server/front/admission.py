@@ -224,6 +224,13 @@ class Visit(Place):
         if self._body_bytes is not None and self._model:
             self._service.check_room(self._model, self._client, self._body_bytes)
 
+    def check_time(self, num_bytes: int, timeout_s: float | None) -> None:
+        """Raises Overloaded if the request, of which only its `timeout_s` is read, would be late behind what waits."""
+        allowed_s = timeout_s or self._service.timeout_s
+        if self._model and allowed_s and self._service.critic is None:  # whose requests wait for training, too
+            left_s = allowed_s - (time.monotonic() - self._started)
+            self._service.check_room(self._model, self._client, num_bytes, left_s)
+
     def count_as(self, label: str) -> None:
         """Counts and traces the request under this model from now on."""
         self.label = label

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from itertools import chain
 
@@ -28,6 +29,9 @@ from guerdon.wire.kserve import ServedReply
 
 _BINARY = (b"content-type", b"application/octet-stream")
 
+_TIMEOUT = re.compile(rb'"timeout"\s*:\s*(\d{1,18})')
+_LONG_JSON = 1 << 13
+"""JSON that takes longer to parse than to search for a time-out, which may be too short for what waits."""
 _ROW_BYTES = 1024
 """A row of an answer takes about as long to write as so many bytes of a body take to parse."""
 
@@ -48,6 +52,8 @@ class KServeExchange:
         visit.enter(request.content_length(self._limits))
         self._body = await request.read_body(visit, self._limits)
         num_json = len(self._body) if request.json_length is None else min(request.json_length, len(self._body))
+        if num_json >= _LONG_JSON:
+            _check_time(self._body[:num_json], visit)
         self.num_bytes = len(self._body) + num_json * (INLINE_BYTES // READ_INLINE_BYTES)  # it takes longer to read
         return info
 
@@ -124,6 +130,16 @@ class FormExchange:
 
     def _write(self, reply: ScoreReply, info: ModelInfo) -> InPieces:
         return InPieces(bodies.write_in_pieces(self._asked.to_reply(reply, info)))
+
+
+def _check_time(body: bytearray, visit: Visit) -> None:
+    """Refuses a long request that would be late before it is parsed, which would take time from those in the queue.
+
+    Its time-out is the longest of any key of that name; a text's quotes stand behind backslashes. One that states a
+    priority is parsed.
+    """
+    if b'"priority"' not in body:
+        visit.check_time(len(body), max((int(number) / 1e6 for number in _TIMEOUT.findall(body)), default=None))
 
 
 def _body(write: Callable[[], InPieces], visit: Visit, request: HttpRequest) -> tuple[bytes | Stream, int | None]:
