@@ -262,7 +262,7 @@ def test_a_mistake_in_the_file_is_json_if_the_flag_says_so(
 def test_a_crash_is_logged_without_its_text(caplog):
     service = EchoService()
 
-    async def crash(name: str, request: ScoreRequest, *_: object) -> ScoreReply:
+    async def crash(name: str, request: ScoreRequest, *_: object, **__: object) -> ScoreReply:
         raise ValueError(f"cannot score {request.texts}")
 
     service.score = crash

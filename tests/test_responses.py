@@ -142,6 +142,10 @@ def test_a_response_of_fences_alone_is_read_all_the_same(response: str) -> None:
         ("\n<think>2+2", ""),
         ("It says '</think>' here", "It says '</think>' here"),
         ("Close `</think>` first.</think>4", "4"),
+        ("<think>use `x`</think>\n4", "\n4"),
+        ('<think>print "4"</think>4', "4"),
+        ('<think>4</think>"4"', '"4"'),
+        ("<think>\n```python\n4\n```</think>\n\n4", "\n\n4"),
     ],
 )
 def test_the_answer_stands_behind_the_thinking(response: str, answer: str) -> None:

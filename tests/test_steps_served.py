@@ -69,6 +69,45 @@ def test_the_others_of_a_request_keep_their_rewards(transport: str, server: Runn
             assert np.isnan(scores.rewards[1]) and "no step to reward" in str(scores.errors[1]), sample
 
 
+@pytest.mark.parametrize("way", ["texts", "/score", "/predict", "/reward", "/get_reward", "/rerank"])
+def test_a_separator_in_the_prompt_ends_no_step_of_the_response(way: str, server: RunningServer, folder: Path) -> None:
+    """The reference is the response's steps by their positions."""
+    tokenizer, prompt, response = AutoTokenizer.from_pretrained(folder), "ab\nxyz\n", "q\nr\n"
+    before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, response))
+    (end,) = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    assert before.count(end) == 2 and after.count(end) == 2
+    ends = [len(before) + i for i, token in enumerate(after) if token == end]
+    with RewardClient(server.http_url, model="prm") as client:
+        want = client.score(tokens=[before + after], steps=[ends]).rewards[0]
+        assert want != client.score(tokens=[before + after]).rewards[0]
+        scores = client.score(texts=[prompt + response, prompt + "ab"], prompts=[prompt] * 2)
+    if way == "texts":
+        assert scores.rewards[0] == pytest.approx(want, rel=1e-5)
+        assert np.isnan(scores.rewards[1]) and "no step to reward" in str(scores.errors[1])
+        return
+
+    def ask(said: str) -> httpx.Response:
+        body = {
+            "/score": {"model": "prm", "text_1": prompt, "text_2": [said]},
+            "/predict": {"inputs": [[prompt, said]], "raw_scores": True},
+            "/reward": {"prompt": prompt, "response": said},
+            "/get_reward": {"query": [prompt + said], "prompts": [prompt]},
+            "/rerank": {"model": "prm", "query": prompt, "documents": [said]},
+        }[way]
+        return httpx.post(f"{server.http_url}{way}?model=prm", json=body, timeout=30)
+
+    told = ask(response).json()
+    got = {
+        "/score": lambda: told["data"][0]["score"],
+        "/predict": lambda: told[0][0]["score"],
+        "/reward": lambda: told,
+        "/get_reward": lambda: told["rewards"][0],
+        "/rerank": lambda: told["results"][0]["relevance_score"],
+    }[way]()
+    assert got == pytest.approx(want, rel=1e-5)
+    assert 400 <= ask("ab").status_code < 500
+
+
 def test_a_model_without_a_tokenizer_asks_for_positions(server: RunningServer) -> None:
     with RewardClient(server.http_url, model="bare") as client:
         assert "has no tokenizer, so send step_positions" in str(client.score(tokens=[[5, 6, 7]]).errors[0])

@@ -116,7 +116,7 @@ def test_close_gives_up_on_work_beyond_the_grace_time():
     server = RunningServer(service, ServerConfig(port=0, grpc_port=None), grace_s=0.05)
     is_reached = threading.Event()
 
-    async def endless(*_):
+    async def endless(*_, **__):
         is_reached.set()
         try:
             await asyncio.sleep(30)

@@ -125,7 +125,7 @@ async def test_truncation_is_asked_for_by_side(tmp_path: Path) -> None:
 async def test_truncation_hides_no_error_and_is_refused_if_the_model_answers_for_tokens(tmp_path: Path) -> None:
     folder = zoo.checkpoint("llama", tmp_path / "llama")
     async with running(model=str(folder), max_length=20, truncation="right") as service:
-        asked = request([5] * 40, [zoo.VOCAB_SIZE] * 40, prompt_lengths=np.array([30, 30]))
+        asked = request([5] * 40, [zoo.VOCAB_SIZE] * 40, prompt_lengths=np.array([10, 10]))
         fine, wrong = (await service.score("reward_model", asked)).results
     assert not isinstance(fine, GuerdonError)
     assert isinstance(wrong, InvalidRequest)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from guerdon.server.chat_judge.json_objects import NoObject, ObjectFinder
 from guerdon.server.chat_judge.parsing import AnswerParser, Unreadable
 from guerdon.settings.chat_judges import ParseConfig
 from guerdon.thinking import answer_of
@@ -76,6 +77,47 @@ def test_a_number_that_has_begun_before_is_never_read_in_part(text: str) -> None
 )
 def test_a_number_may_stand_behind_signs(text: str) -> None:
     assert read(text, **BARE) == 7
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["7 ½", "7½", "7 and 1/2", "7 and half", "7 half", "7 & a half", "7&frac12;", "7 thirds", "7 dot 5", "7\\.5",
+     "7**.5**", "7\u20095", "7 out of five", "7 stars of 5", "7 on a scale of 1 to 5", "7 : 10", "7|10", "7 through 8",
+     "7 → 8", "7 -> 5", "7 minus 2", "7 plus 1", "7 times 2", "7 divided by 10", "7 x 1", "7 e1", "7 +/- 1", "7 or 8"],
+)  # fmt: skip
+def test_a_number_that_goes_on_in_words_is_never_read_in_part(text: str) -> None:
+    assert "is a part of more" in refusal(f"Score: {text}", **TEN)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["7", "7.", "7, because 2 of 3 hold", "7/10", "7 out of 10", "7 of 10 points", "7\n8", "7 and it is good",
+     "7 (good)", "7\n\n2 points were lost", "7**", "7 - good", "7 | fine", "7; 2 errors", "7 points"],
+)  # fmt: skip
+def test_words_may_stand_behind_a_number(text: str) -> None:
+    assert read(f"Score: {text}", **TEN) == 7
+
+
+@pytest.mark.parametrize(
+    "text", ["isn't good", "no good", "hardly good", "never good", "not very good", "neither good", "not a bad answer"]
+)
+def test_a_word_that_is_denied_is_no_verdict(text: str) -> None:
+    assert "is a part of more" in refusal(text, regex="(good|bad)", values={"good": 1.0, "bad": 0.0})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['[1,{"score":1}]', '{"score":1}\n[1,2,{"score":9}]', '{"score":1}\n[["x",{"score":9}]]',
+     '{"score":1} {"scor\\u0065":9, bad}'],
+)  # fmt: skip
+def test_a_verdict_in_a_list_or_behind_an_escape_hides_those_before(text: str) -> None:
+    with pytest.raises(NoObject, match="in malformed JSON, in an inner object, or in a list"):
+        ObjectFinder("score").value(text)
+
+
+@pytest.mark.parametrize("text", ['see [1] and {"score": 4}', '[note] {"score": 4}', '["a", 2] {"score": 4} [3]'])
+def test_brackets_of_the_text_hide_nothing(text: str) -> None:
+    assert ObjectFinder("score").value(text) == 4
 
 
 def test_a_sign_between_numbers_is_no_minus() -> None:

@@ -119,6 +119,8 @@ class Reader(Workers):
                     rows = await self._read_text(served, ended, cut, client)
                     if cut is not None:
                         rows = await self._fail_lost(served, ended, rows, cut, client)
+                if served.info.kind == "process-reward" and request.steps is None:
+                    rows = await self._without_prompts_steps(served, request, rows, client)
             if entry.served is served:
                 break  # else another model has taken its place, whose tokenizer may be another
         if lengths is not request.prompt_lengths:
@@ -149,6 +151,29 @@ class Reader(Workers):
                 fault = fault or changed_seam(before, row)
             rows[i] = fault or row
         return rows, lengths
+
+    async def _without_prompts_steps(self, served: Served, request: ScoreRequest, rows: Rows, client: str) -> Rows:
+        """Notes in each row where its prompt's last step ends: separators in prompts end no step of the response."""
+        if not isinstance(served.encoder, Tokenizer) or (request.prompts is None and request.messages is None):
+            return rows
+        prompts, _ = await self._join(served, request, client)
+        if request.texts is not None:
+            prompts = [p if t.startswith(str(p)) else "" for p, t in zip(prompts, request.texts, strict=True)]
+        distinct = list(dict.fromkeys(map(_or_nothing, prompts)))
+        asked = dataclasses.replace(request, messages=None, prompts=None, splits=None, texts=distinct)
+        alone = dict(zip(distinct, await self._read_text(served, asked, None, client), strict=True))
+        ids = served.info.step_separator_ids
+
+        def noted(row: Any, prompt: str | InvalidRequest) -> Any:
+            if isinstance(row, InvalidRequest):
+                return row
+            made = row if isinstance(row, Sequence) else Sequence(row)
+            ends, before = made.step_ends(ids), alone[_or_nothing(prompt)]
+            num_before = len(Sequence(before).step_ends(ids)) if isinstance(before, np.ndarray) else 0
+            end = int(ends[:num_before][-1]) + 1 if num_before and len(ends) else None
+            return dataclasses.replace(made, prompt_length=end)
+
+        return [noted(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
 
     async def _join(self, served: Served, request: ScoreRequest, client: str) -> tuple[Parts, Parts]:
         """Returns the prompts, and the prompts with their responses; conversations are rendered."""
@@ -428,9 +453,9 @@ def _other_prompt(info: ModelInfo) -> InvalidRequest:
 def sequence(row: np.ndarray | Sequence | str | InvalidRequest, request: ScoreRequest, i: int) -> Sequence:
     """Returns the request's sample `i`, which the scorer reads as `row`."""
     if isinstance(row, Sequence):
-        made = dataclasses.replace(sequence(row.tokens, request, i), second_start=row.second_start)
-        made.prompt_length = None  # the sender has not counted the special tokens
-        return made
+        # The sender has not counted the special tokens of a pair.
+        made = sequence(row.tokens, request, i)
+        return dataclasses.replace(made, second_start=row.second_start, prompt_length=row.prompt_length)
     return Sequence(
         row if isinstance(row, np.ndarray) else np.empty(0, dtype=np.int64),
         row if isinstance(row, str) else None,

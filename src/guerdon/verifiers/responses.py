@@ -14,8 +14,8 @@ from markdown_it.rules_block import StateBlock, fence
 from markdown_it.token import Token
 
 _THINKS = re.compile(r"\s*<think>")
-_THOUGHT = re.compile(r"(?<![\"'`])</think>(?![\"']|`(?!``))")
-"""Matches the end of the thinking, and not a quotation of it; a fence may follow."""
+_THOUGHT = re.compile(r"</think>(?:(?<![\"'`]</think>)|(?![\"'`])|(?=```))")
+"""Matches the end of the thinking, and not a quotation of it, which has quotes on both sides; a fence may follow."""
 _PYTHON = re.compile(r"\s*\{?\s*\.?py(thon)?[\d.]*(?![\w-])", re.IGNORECASE)
 """Matches info strings such as `python`, `Python3`, `py title="a.py"` and `{.python}`, and not `python-repl`."""
 _WORD = re.compile(r"[^\s`]+")

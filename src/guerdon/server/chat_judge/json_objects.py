@@ -6,10 +6,12 @@ import json
 import re
 from typing import Any
 
-_BRACKET = re.compile(r"[{}]|\[(?=\s*\{)")
-"""What may begin an object or a list of objects, and a brace that ends nothing; other brackets are the text's own."""
-_OPENING = re.compile(r'[{\[]\s*["{}]')
+_BRACKET = re.compile(r"[{}]|\[(?=\s*(?:[\"{\[\d-]|true|false|null))")
+"""What may begin an object or a list of values, and a brace that ends nothing; other brackets are the text's own."""
+_OPENING = re.compile(r'\{\s*["{}]|\[')
 """How JSON begins; braces of formulas and code do not."""
+_HOLDS_OBJECTS = re.compile(r"\[\s*\{")
+_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 _MOST_BROKEN = 1000
 """JSON that cannot be read, of one answer; each costs time in proportion to the answer's length."""
 _TWICE = object()
@@ -56,11 +58,14 @@ class ObjectFinder:
                 num_broken += 1
                 if num_broken > _MOST_BROKEN:
                     raise NoObject("too much of it looks like JSON and is none") from None
+            if made is None and bracket[0] == "[" and not _HOLDS_OBJECTS.match(text, start):
+                at = start + 1  # a bracket of the text
+                continue
             if made is None:
                 at = _end_of_group(text, start)
             if isinstance(made, dict) and self._key in made:
                 found, is_hidden = made, False
-            elif self._mention.search(text, start, at):
+            elif self._mention.search(_ESCAPE.sub(lambda found: chr(int(found[1], 16)), text[start:at])):
                 is_hidden = True
         if is_hidden:
             raise NoObject(f"the last {self._key!r} is in malformed JSON, in an inner object, or in a list")

@@ -15,11 +15,15 @@ _BEFORE_NUMBER = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _AFTER_NUMBER = re.compile(
-    rf"""[a-z_] | [.,:'’٫٬…]+ \d | \s* [.٫] \d | \*{{1,2}} \d | {_GAP}? [‰‱]  # 1e1, 7k, 1_0, 7.5, 7,5, 7..10
-       | {_GAP}? [{_DASH}{_TIMES}] {_GAP}? \d                           # 7-10, 7 × 10
-       | {_GAP} \d{{3}} (?!\d) | {_GAP} \d+ [/⁄] \d                       # 1 000, 7 1/2
-       | {_GAP}+ (?:or|to) {_GAP}+ \d
-       | {_GAP}+ (?:and{_GAP}a{_GAP}half|point|percent|per{_GAP}cent|hundred|thousand|million) \b
+    rf"""[a-z_] | \\?[.,:'’٫٬…]+ \d | \s* [.٫] \d | \*{{1,2}} [.,]? \d | {_GAP}? [‰‱]  # 1e1, 7k, 1_0, 7.5, 7,5, 7..10
+       | {_GAP}? (?:[{_DASH}{_TIMES}:|→*/⁄] | -> | \+/-) {_GAP}? \d                # 7-10, 7 × 10, 7 : 10, 7 -> 5
+       | {_GAP}? (?:[½⅓⅔¼¾⅕⅛] | &\w+;)                                          # 7 ½
+       | {_GAP}? [\u2009\u202f] {_GAP}? \d | {_GAP} \d{{3}} (?!\d) | {_GAP} \d+ [/⁄] \d  # 1 000, 7 1/2
+       | {_GAP}+ (?:or|to|through|thru|until|plus|minus|times|x|over|and|&|e-?) {_GAP}* [\d½]
+       | {_GAP}+ (?:(?:and|&){_GAP}(?:an?{_GAP})?)? (?:half|halves|quarters?|thirds?|tenths?) \b
+       | {_GAP}+ (?:point|dot|percent|per{_GAP}cent|hundred|thousand|million|dozen|divided{_GAP}by) \b
+       | {_GAP}* (?:/|out{_GAP}of|of) {_GAP}* (?:one|two|three|four|five|six|seven|eight|nine|ten|twenty|hundred) \b
+       | {_GAP}+ (?:\w+{_GAP}+)? (?:of|on{_GAP}an?{_GAP}scale) \b [^.\n]{{0,24}} \d     # 7 stars of 5
     """,
     re.VERBOSE | re.IGNORECASE,
 )
@@ -28,8 +32,10 @@ _SCALE = re.compile(
     re.IGNORECASE,
 )
 """What may follow a number of a scale; marks around the number may end before it."""
-_BEFORE_WORD = re.compile(r"(?:[^\W_]|[^\W_][-_'’/]|\bnot\s+)$", re.IGNORECASE)
-_AFTER_WORD = re.compile(r"[^\W_]|[-_'’/][^\W_]")
+_BEFORE_WORD = re.compile(
+    r"(?:[^\W_]|[^\W_][-_'’/]|(?:\b(?:not|no|never|hardly|neither|nor)|n['’]t)\s+(?:\w+\s+){0,2})$", re.IGNORECASE
+)
+_AFTER_WORD = re.compile(r"[^\W_]|[-_'’/][^\W_]|\s+or\s+\w", re.IGNORECASE)
 _CONTEXT = 24
 """Characters of the text that are looked at before a verdict."""
 
