@@ -6,8 +6,9 @@ import re
 
 _WORDS = r"(?:\w+:)?(?:think|thinking|thoughts?|reasoning)\s*"
 _TAG = re.compile(
-    rf"(?P<open><{_WORDS}>|\[THINK\]|◁think▷|<\|START_THINKING\|>|<\|channel\|>(?:analysis|commentary))"
-    rf"|(?P<close></{_WORDS}>|\[/THINK\]|◁/think▷|<\|END_THINKING\|>)"
+    rf"(?P<open><{_WORDS}>|\[THINK\]|◁think▷|<\|START_THINKING\|>|<\|begin_of_thought\|>"
+    r"|<\|channel\|>(?:analysis|commentary)|(?:<\|channel>|<unused94>)thought)"
+    rf"|(?P<close></{_WORDS}>|\[/THINK\]|◁/think▷|<\|END_THINKING\|>|<\|end_of_thought\|>|<unused95>|<channel\|>)"
     r"|(?P<last><\|channel\|>final(?:<\|message\|>)?)",
     re.IGNORECASE,
 )
