@@ -29,7 +29,7 @@ from guerdon.wire.kserve import ServedReply
 
 _BINARY = (b"content-type", b"application/octet-stream")
 
-_TIMEOUT = re.compile(rb'"timeout"\s*:\s*(\d{1,18})')
+_STATED = re.compile(rb'"(timeout|priority)"\s*:\s*(\d{0,18})')
 _LONG_JSON = 1 << 13
 """JSON that takes longer to parse than to search for a time-out, which may be too short for what waits."""
 _ROW_BYTES = 1024
@@ -53,7 +53,9 @@ class KServeExchange:
         self._body = await request.read_body(visit, self._limits)
         num_json = len(self._body) if request.json_length is None else min(request.json_length, len(self._body))
         if num_json >= _LONG_JSON:
-            _check_time(self._body[:num_json], visit)
+            is_usual, timeout_s = await visit.run(functools.partial(_peek, self._body, num_json), num_json)
+            if is_usual:
+                visit.check_time(num_json, timeout_s)
         self.num_bytes = len(self._body) + num_json * (INLINE_BYTES // READ_INLINE_BYTES)  # it takes longer to read
         return info
 
@@ -132,14 +134,15 @@ class FormExchange:
         return InPieces(bodies.write_in_pieces(self._asked.to_reply(reply, info)))
 
 
-def _check_time(body: bytearray, visit: Visit) -> None:
-    """Refuses a long request that would be late before it is parsed, which would take time from those in the queue.
+def _peek(body: bytearray, num_json: int) -> tuple[bool, float | None]:
+    """Returns whether a long request states no priority, and its time-out in seconds, before it is parsed.
 
-    Its time-out is the longest of any key of that name; a text's quotes stand behind backslashes. One that states a
-    priority is parsed.
+    If it would be late, parsing it takes time from those in the queue. The time-out is the longest of any key of that
+    name, None without one; a text's quotes stand behind backslashes.
     """
-    if b'"priority"' not in body:
-        visit.check_time(len(body), max((int(number) / 1e6 for number in _TIMEOUT.findall(body)), default=None))
+    stated: list[tuple[bytes, bytes]] = _STATED.findall(body, 0, num_json)
+    numbers = (int(number) / 1e6 for name, number in stated if name == b"timeout" and number)
+    return all(name != b"priority" for name, _ in stated), max(numbers, default=None)
 
 
 def _body(write: Callable[[], InPieces], visit: Visit, request: HttpRequest) -> tuple[bytes | Stream, int | None]:
