@@ -119,8 +119,8 @@ class Reader(Workers):
                     rows = await self._read_text(served, ended, cut, client)
                     if cut is not None:
                         rows = await self._fail_lost(served, ended, rows, cut, client)
-                if served.info.kind == "process-reward" and request.steps is None:
-                    rows = await self._without_prompts_steps(served, request, rows, client)
+                    if served.info.kind == "process-reward" and request.steps is None:
+                        rows = await self._without_prompts_steps(served, ended, rows, client)
             if entry.served is served:
                 break  # else another model has taken its place, whose tokenizer may be another
         if lengths is not request.prompt_lengths:
@@ -161,17 +161,18 @@ class Reader(Workers):
             prompts = [p if t.startswith(str(p)) else "" for p, t in zip(prompts, request.texts, strict=True)]
         distinct = list(dict.fromkeys(map(_or_nothing, prompts)))
         asked = dataclasses.replace(request, messages=None, prompts=None, splits=None, texts=distinct)
-        alone = dict(zip(distinct, await self._read_text(served, asked, None, client), strict=True))
-        ids = served.info.step_separator_ids
+        ids, alone = served.info.step_separator_ids, await self._read_text(served, asked, None, client)
+        num_steps = {
+            prompt: len(Sequence(row).step_ends(ids)) if isinstance(row, np.ndarray) else 0
+            for prompt, row in zip(distinct, alone, strict=True)
+        }
 
         def noted(row: Any, prompt: str | InvalidRequest) -> Any:
             if isinstance(row, InvalidRequest):
                 return row
             made = row if isinstance(row, Sequence) else Sequence(row)
-            ends, before = made.step_ends(ids), alone[_or_nothing(prompt)]
-            num_before = len(Sequence(before).step_ends(ids)) if isinstance(before, np.ndarray) else 0
-            end = int(ends[:num_before][-1]) + 1 if num_before and len(ends) else None
-            return dataclasses.replace(made, prompt_length=end)
+            before = made.step_ends(ids)[: num_steps[_or_nothing(prompt)]]
+            return dataclasses.replace(made, prompt_length=int(before[-1]) + 1 if len(before) else None)
 
         return [noted(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
 
