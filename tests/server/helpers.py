@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+
+from guerdon.server.runtime import RunningServer
 
 INFER = "/v2/models/reward_model/infer"
 
@@ -27,6 +30,26 @@ def body_of(rows: list[list[int]], **more) -> bytes:
     tokens["data"] = [row + [0] * (width - len(row)) for row in rows]
     lengths["data"] = [len(row) for row in rows]
     return orjson.dumps({"inputs": [tokens, lengths], **more})
+
+
+def connect(server: RunningServer, receive_bytes: int | None = None) -> socket.socket:
+    found = socket.socket()
+    if receive_bytes is not None:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    found.settimeout(30)
+    found.connect(("127.0.0.1", httpx.URL(server.http_url).port))
+    return found
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    """All that the server still sends."""
+    parts = []
+    try:
+        while data := connection.recv(1 << 20):
+            parts.append(data)
+    except ConnectionResetError:
+        parts.append(b"(reset)")
+    return b"".join(parts)
 
 
 _ECHO = """\

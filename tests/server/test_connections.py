@@ -25,7 +25,7 @@ from guerdon.server.front.holders import Held, Holders
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from server.echo_service import SLOW_TOKEN, EchoService
-from server.helpers import INFER, body_of, outcomes, tried_again, wait_until
+from server.helpers import INFER, body_of, connect, outcomes, tried_again, until_closed, wait_until
 from server.keys import SCORE, TRAIN, keyed
 
 TIMES = {"header_timeout_s": 0.5, "read_timeout_s": 0.5, "write_timeout_s": 0.8, "idle_timeout_s": 1.5}
@@ -46,26 +46,6 @@ def patient_server() -> Iterator[RunningServer]:
     """One whose times no stall of the machine uses up."""
     with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=None)) as running:
         yield running
-
-
-def connect(server: RunningServer, receive_bytes: int | None = None) -> socket.socket:
-    found = socket.socket()
-    if receive_bytes is not None:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    found.settimeout(30)
-    found.connect(("127.0.0.1", httpx.URL(server.http_url).port))
-    return found
-
-
-def until_closed(connection: socket.socket) -> bytes:
-    """All that the server still sends."""
-    parts = []
-    try:
-        while data := connection.recv(1 << 20):
-            parts.append(data)
-    except ConnectionResetError:
-        parts.append(b"(reset)")
-    return b"".join(parts)
 
 
 def post(body: bytes, *headers: bytes, path: str = INFER) -> bytes:
@@ -376,7 +356,7 @@ def test_a_request_inside_the_body_of_an_upgrade_is_none(patient_server):
     inner = LIVE + b" " * 9
     with connect(patient_server) as connection:
         connection.sendall(post(inner, *H2C, b"Content-Length: %d" % len(inner)))
-        assert connection.recv(65536).startswith(b"HTTP/1.1 400")
+        assert answer_to(connection, [])[0].startswith(b"HTTP/1.1 400")
         connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         answers = until_closed(connection)
     assert statuses(answers) == [200]
@@ -520,7 +500,7 @@ def test_a_key_that_may_have_no_more_connections_is_told_so(tmp_path):
             connection.sendall(post(b"{", key, b"Content-Length: 9"))
         answers = [connection for connection in held if connection in select.select(held, [], [], 30)[0]]
         (refused,) = answers
-        told = refused.recv(4096)
+        told = until_closed(refused)
         assert statuses(told) == [503]
         assert b"holds 16 of the 24 connections" in told
         for connection in held:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,7 @@ from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from server.echo_service import EchoService
 from server.form_examples import EXAMPLES
-from server.helpers import wait_until
+from server.helpers import connect, until_closed, wait_until
 
 TIMEOUT_S = 1.2
 MAX_REQUESTS = 16
@@ -57,11 +56,6 @@ def hasty() -> Iterator[tuple[EchoService, RunningServer]]:
 def client(running_server: RunningServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=running_server.http_url, timeout=30) as client:
         yield client
-
-
-def connect(server: RunningServer) -> socket.socket:
-    host, port = server.http_url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=30)
 
 
 @pytest.fixture(params=EXAMPLES, ids=str)
@@ -164,7 +158,7 @@ def test_uploads_that_stop(hasty):
         connection.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{" % example.path.encode())
     for connection, example in zip(connections, EXAMPLES, strict=True):
         with connection:
-            head, _, told = connection.recv(65536).partition(b"\r\n\r\n")
+            head, _, told = until_closed(connection).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 %d" % example.status(DeadlineExceeded))
         assert b"connection: close" in head
         assert example.error(orjson.loads(told)).startswith(f"the body did not come within {TIMEOUT_S} s")
