@@ -192,12 +192,14 @@ def undisturbed_pair(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return optimised(folder, tmp_path_factory.mktemp("undisturbed"))
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_as_an_undisturbed_one(folder: Path, undisturbed: Outcome, tmp_path: Path) -> None:
     outcome = reinforced(folder, tmp_path, [("amid a save", 1), ("between two optimiser steps", 9)], [0.3])
     assert outcome.num_kills == 3
     assert_same(outcome, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_killed_distillation_ends_as_an_undisturbed_one(
     folder: Path, undisturbed_distillation: Outcome, tmp_path: Path
 ) -> None:

@@ -109,9 +109,8 @@ def test_the_settings_are_those_that_the_commands_have() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("example", "name"), [("movie_reviews", "reinforce"), pytest.param("ppo", "ppo", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("example", "name"), [("movie_reviews", "reinforce"), ("ppo", "ppo")])
 def test_an_example_leaves_what_it_says(example: str, name: str, reviews: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     figures, printed = run(forking(tmp_path), example, reviews, out, "--steps", 5, "--seed", 3)

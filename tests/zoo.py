@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -200,9 +201,18 @@ PECULIAR: dict[str, tuple[str, dict[str, Any]]] = {
 """For a test or two of what each of them alone does."""
 ENCODERS = ("bert", "roberta", "electra", "distilbert", "modernbert", "deberta-v2")
 DECODERS = tuple(name for name in ARCHITECTURES if name not in ENCODERS)
+_OF_EACH_KIND = {"llama", "qwen3", "gemma3", "gpt2", "mixtral", "mamba", "falcon-h1", "llama4"}
 KINDS = ("seqcls", "tokcls", "trlx", "trlx-critic", "trl", "openrlhf", "openrlhf-critic")
 """Formats. `tokcls` with `num_labels=2` is a process reward model; a seqcls that transformers has no class for is
 written as OpenRLHF would."""
+
+
+def trained(names: Iterable[str]) -> list[Any]:
+    """Returns parameters for a test that trains or generates: `make test` runs some architectures, the slow tests all.
+
+    Their forwards are compared with transformers' in the quick tests, too, whatever the architecture.
+    """
+    return [pytest.param(name, marks=[] if name in _OF_EACH_KIND else pytest.mark.slow) for name in names]
 
 
 def checkpoint(name: str, folder: Path, kind: str = "seqcls", *, seed: int = 0, **overrides: Any) -> Path:

@@ -104,7 +104,7 @@ def generated(folder: Path, asked: list[Prompt], **settings: Any) -> list[list[i
     return made
 
 
-@pytest.mark.parametrize("name", [*zoo.DECODERS, *zoo.LANGUAGE_MODELS])
+@pytest.mark.parametrize("name", zoo.trained([*zoo.DECODERS, *zoo.LANGUAGE_MODELS]))
 def test_greedy_is_what_generate_gives(name: str, make: Policies) -> None:
     made, asked = make(name), prompts(30, 1, 7, 19)
     if name in KINDS:

@@ -77,6 +77,7 @@ def test_a_pool_ends_and_comes_back_and_a_loaded_torch_is_left_alone() -> None:
 
 
 @needs_linux
+@pytest.mark.slow
 def test_a_server_waits_with_no_threads_but_its_own_and_they_spin_briefly(tmp_path: Path) -> None:
     output = run(SERVICE, str(zoo.checkpoint("llama", tmp_path)), OMP_DISPLAY_ENV="VERBOSE")
     with_pool, native = map(int, output.splitlines()[0].split())

@@ -26,6 +26,7 @@ for dtype in ("auto", "bfloat16"):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limits are those of x86-64")
+@pytest.mark.slow
 def test_slow_half_precision_is_warned_of_with_its_factor(tmp_path: Path) -> None:
     folder = zoo.checkpoint("llama", tmp_path / "model")
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"}

@@ -136,7 +136,7 @@ def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
 # ------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("name", [*zoo.DECODERS, *zoo.LANGUAGE_MODELS])
+@pytest.mark.parametrize("name", zoo.trained([*zoo.DECODERS, *zoo.LANGUAGE_MODELS]))
 def test_every_architecture_has_the_log_probs_of_plain_transformers(name: str, pairs: Pairs) -> None:
     trainer, plain = pairs(name)
     assert trainer.engine.path == ("single" if name in SINGLE else "packed+shared"), trainer.engine.info.why

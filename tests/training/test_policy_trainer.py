@@ -342,7 +342,7 @@ def test_training_on_from_it_is_training_without_interruption(kind: str, tmp_pat
             assert path.read_bytes() == (ends[1] / path.name).read_bytes(), path.name
 
 
-@pytest.mark.parametrize("name", [*zoo.DECODERS, *zoo.LANGUAGE_MODELS])
+@pytest.mark.parametrize("name", zoo.trained([*zoo.DECODERS, *zoo.LANGUAGE_MODELS]))
 def test_plain_transformers_reads_the_policy_and_its_tokenizer(name: str, tmp_path: Path) -> None:
     folder = zoo.tokenizer(zoo.language_model(name, tmp_path / "base"))
     trainer = build(folder, keeps_reference=False)
