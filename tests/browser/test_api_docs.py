@@ -81,6 +81,7 @@ def test_it_shows_each_path_once_fits_and_sends_the_key_that_authorize_was_given
     comes(page, lambda: '"guerdon"' in block.locator(".live-responses-table").inner_text(), "the answer")
 
 
+@pytest.mark.slow
 def test_behind_a_proxys_prefix_requests_go_there(open_docs: Any) -> None:
     config = ServerConfig(port=0, grpc_port=None)
     with RunningServer(EchoService(config), config) as server, under_a_prefix(server.http_url, "/rm") as url:

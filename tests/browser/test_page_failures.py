@@ -53,7 +53,9 @@ def server(tmp_path: Path) -> Iterator[RunningServer]:
 
 
 @pytest.mark.parametrize(
-    ("size", "names"), [(WIDE, tuple(KINDS)), (PHONE, ("strict", "careful"))], ids=["wide", "phone"]
+    ("size", "names"),
+    [(WIDE, tuple(KINDS)), pytest.param(PHONE, ("strict", "careful"), marks=pytest.mark.slow)],
+    ids=["wide", "phone"],
 )
 def test_all_failed_and_some(
     size: tuple[int, int], names: tuple[str, ...], server: RunningServer, visit: Visit
