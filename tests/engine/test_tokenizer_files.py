@@ -31,7 +31,7 @@ from guerdon.settings.config import LanguageModelConfig, ModelConfig, TeacherCon
 TEXTS = [
     "In 2024, 1234567 people paid $18.99 each.", "  two  spaces\tand tabs\n\nnew", "HELLO World, DON'T shout",
     "def f(x1):\n    return x1**2 # 10%", "naïve café ÄÖÜ Привет 日本語 한국어 😀👩‍👩‍👧",
-    "a<|im_end|>b</s> c", "", " ", "2.50",
+    "a<|im_end|>b</s> c", "", " ", "2.50", "a <mask> b<sep>c[MASK]",
 ]  # fmt: skip
 SPECIALS = ["<pad>", "<s>", "</s>", "<unk>", "<|im_end|>"]
 
@@ -90,6 +90,7 @@ PIPELINES = {
 CLASSES = [
     "GPT2Tokenizer", "GPT2TokenizerFast", "Qwen2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer", "LlamaTokenizer",
     "CodeLlamaTokenizer", "GemmaTokenizer", "BertTokenizer", "T5Tokenizer", "RobertaTokenizer", "XLMRobertaTokenizer",
+    "BartTokenizer", "MPNetTokenizer", "FunnelTokenizer", "HerbertTokenizer", "NllbTokenizer", "SeamlessM4TTokenizer",
     "PreTrainedTokenizerFast", "TokenizersBackend", "NobodysTokenizer", None,
 ]  # fmt: skip
 MODELS = ["llama", "qwen2", "qwen3", "exaone4", "starcoder2", "mistral", "gpt2", "gpt_neox", "cohere", "gemma3_text"]
@@ -111,7 +112,11 @@ def assert_the_files(folder: Path) -> tuple[str, ...]:
     assert encoder is not None
     rows = encoder.encode(TEXTS, False)
     assert [np.asarray(row).tolist() for row in rows] == [file.encode(t, add_special_tokens=False).ids for t in TEXTS]
+    around = encoder.encode(TEXTS[:3], True)
+    assert [np.asarray(row).tolist() for row in around] == [file.encode(text).ids for text in TEXTS[:3]]
     tokenizer = load_tokenizer(folder).tokenizer
+    named = [token for token in tokenizer.special_tokens_map.values() if isinstance(token, str)]
+    assert all(file.token_to_id(token) is not None for token in named)
     for row in rows:
         ids = np.asarray(row).tolist()
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == file.decode(ids, skip_special_tokens=False)
