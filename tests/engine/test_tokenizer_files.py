@@ -151,7 +151,7 @@ def test_the_proof_says_how_many_ids_transformers_would_change(tmp_path: Path, m
 
 
 def test_what_the_other_files_declare_stays(tmp_path: Path) -> None:
-    added = {"300": {"content": "<step>", "special": True}, "301": {"content": "km/h", "special": False}}
+    added = {"296": {"content": "<step>", "special": True}, "297": {"content": "km/h", "special": False}}
     folder = write(
         tmp_path, "threes", "PreTrainedTokenizerFast", added_tokens_decoder=added, chat_template="{{ messages[0] }}"
     )
@@ -161,6 +161,29 @@ def test_what_the_other_files_declare_stays(tmp_path: Path) -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 0)
     assert tokenizer.decode([step], skip_special_tokens=True) == ""
     assert tokenizer.chat_template == "{{ messages[0] }}" and proofs[1] == "the chat template prints no date"
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "added_tokens.json"])
+@pytest.mark.parametrize("cls", ["PreTrainedTokenizerFast", "GemmaTokenizer", "RobertaTokenizer"])
+def test_a_declared_token_has_the_id_that_is_declared(cls: str, where: str, tmp_path: Path) -> None:
+    """Also if the class has tokens of its own, which then get no id; otherwise the folder is refused."""
+    size = PIPELINES["threes"].get_vocab_size()
+    for name, first in (("right", size), ("gap", size + 4)):
+        listed = {"<step>": first, "km/h": first + 1}
+        added = {str(i): {"content": token, "special": False} for token, i in listed.items()}
+        folder = write(
+            tmp_path / name, "threes", cls, "llama",
+            **({"added_tokens_decoder": added} if where == "tokenizer_config.json" else {}),
+        )  # fmt: skip
+        if where == "added_tokens.json":
+            (folder / where).write_text(json.dumps(listed))
+    tokenizer, _ = load_tokenizer(tmp_path / "right")
+    assert tokenizer.convert_tokens_to_ids(["<step>", "km/h"]) == [size, size + 1]
+    assert tokenizer("a<step>km/h", add_special_tokens=False)["input_ids"][1:] == [size, size + 1]
+    with pytest.raises(
+        CheckpointError, match=rf"declares the token '<step>' as {size + 4}, and behind .* it is {size}"
+    ):
+        load_tokenizer(tmp_path / "gap")
 
 
 def test_what_a_file_says_about_cutting_and_padding_is_left_to_the_server(tmp_path: Path) -> None:

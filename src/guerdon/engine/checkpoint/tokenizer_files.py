@@ -13,7 +13,7 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, processors
 
 from guerdon.engine.checkpoint.tekken import TEKKEN, read_tekken
 from guerdon.engine.checkpoint.template_check import REMEDY, describe_dependence, find_dependence
@@ -114,6 +114,7 @@ def _with_pipeline(folder: Path) -> tuple[Any, str]:
     if differing and not note:
         note = f"transformers rebuilds it as {type(tokenizer).__name__}, with other ids for {differing} of them"
     _add_declared(pipeline, rebuilt, _declared(folder))
+    _check_ids(pipeline, own, folder)
     around = _surround(pipeline, tokenizer, folder)
     tokenizer._tokenizer = pipeline
     for name, token in tokenizer.special_tokens_map.items():
@@ -181,6 +182,20 @@ def _add_declared(pipeline: Tokenizer, rebuilt: Tokenizer, declared: set[str]) -
     for _, token in sorted(rebuilt.get_added_tokens_decoder().items()):
         if token.content in declared - own:
             (pipeline.add_special_tokens if token.special else pipeline.add_tokens)([token])
+
+
+def _check_ids(pipeline: Tokenizer, own: dict[int, AddedToken], folder: Path) -> None:
+    """Raises CheckpointError if a token that only other files declare has another id than they say."""
+    stated = _read_json(folder / CONFIG).get("added_tokens_decoder") or {}
+    listed = {str(token.get("content")): int(i) for i, token in stated.items()}
+    ids = listed or _read_json(folder / OTHERS[-1])  # which is read where the config lists none
+    known = {token.content for token in own.values()}
+    for content, i in ids.items():
+        if content not in known and (given := pipeline.token_to_id(content)) != i:
+            raise CheckpointError(
+                f"{folder} declares the token {content!r} as {i}, and behind those of {PIPELINE} it is {given}",
+                f"save the tokenizer again, so that {PIPELINE} has the token",
+            )
 
 
 def _surround(pipeline: Tokenizer, tokenizer: Any, folder: Path) -> str:
