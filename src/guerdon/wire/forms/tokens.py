@@ -28,7 +28,9 @@ from guerdon.wire.forms.form import (
 from guerdon.wire.forms.labels import labels_of
 
 MAX_TEXT = 1 << 18
-"""Most characters of a request's texts together, and most ids: an answer is up to a hundred times as large."""
+"""Most characters of a request's texts together, and most ids."""
+MAX_SPANS = 1 << 16
+"""The same of TEI's form, whose answer is up to a hundred times as large: writing it holds the GIL."""
 
 _OWN = "the checkpoint's own chat template is applied, to the messages alone"
 _ID_BYTES, _TOKEN_BYTES = 64, 512
@@ -209,7 +211,7 @@ def _of_tei(body: TEITokenizeBody) -> Asked:
     if not texts:
         raise EmptyBatch("inputs is an empty list; send at least one text")
     size = sum(map(len, texts))
-    _check_size(size)
+    _check_size(size, MAX_SPANS)
 
     def answer(tokenizer: TextTokenizer, _: ModelInfo) -> list[list[TokenSpan]]:
         rows = (tokenizer.spans(text, bool(body.add_special_tokens)) for text in texts)
@@ -246,10 +248,10 @@ def describe(info: ModelInfo, **server: Any) -> InfoReply:
     )
 
 
-def _check_size(count: int) -> None:
-    if count > MAX_TEXT:
+def _check_size(count: int, most: int = MAX_TEXT) -> None:
+    if count > most:
         raise InvalidRequest(
-            f"the request has {count:,} characters or ids, and at most {MAX_TEXT:,} are tokenised without a score; "
+            f"the request has {count:,} characters or ids, and at most {most:,} are tokenised without a score; "
             "send fewer"
         )
 
