@@ -47,6 +47,32 @@ TABLE: dict[str, tuple[list[Any], list[str], list[str]]] = {
         ["\\boxed{\\$18}", "She makes \\$18 every day.", "#### 18", "$\\$18$", "\\boxed{\\text{18} eggs}"],
         ["\\boxed{8}", "\\boxed{1.8}", "#### 81", "\\boxed{19}"],
     ),
+    "money of a country": (
+        ["US\\$18", "US$18", "US $18.00", "A\\$18", "HK$ 18", "\\text{US\\$}18", "$US\\$18$", "18 US dollars"],
+        ["\\boxed{US\\$18}", "It is US\\$18.", "It is CA$18", "\\boxed{18 US dollars}", "$\\$18$"],
+        ["\\boxed{8}", "\\boxed{US\\$81}", "S$19$"],
+    ),
+    "a list of one": (
+        [["18"], [18], ("18",), np.array(["18"]), np.array([18.0]), np.array(["18"], object), [[18]]],
+        ["\\boxed{18}"],
+        ["\\boxed{8}"],
+    ),
+    "tags": (
+        ["\\frac{1}{2}", 0.5],
+        [
+            "<answer>1/2</answer>",
+            "<think>3</think><answer>0.5</answer>",
+            "<answer>\n\\frac{1}{2}\n</answer>",
+            "<answer>$\\frac{1}{2}$</answer>",
+            "<answer>The answer is 0.5</answer>",
+            "<answer>\\boxed{0.5}</answer>",
+            "<answer>3</answer> no, <Answer>1/2</Answer> it is",
+            "<reasoning>\\boxed{3}</reasoning>\n<answer>\n0.5\n</answer>",
+        ],
+        ["<answer>2</answer>", "<answer>0.5</answer> or <answer>1</answer>", "<answer></answer>2"],
+    ),
+    "an expression in tags": (["x+1"], ["<answer>x + 1</answer>", "<answer>1+x</answer>"], ["<answer>1</answer>"]),
+    "a part of an expression in tags": (["1"], ["<answer>1</answer>"], ["<answer>x+1</answer>", "<answer>11</answer>"]),
     "matrix": (
         ["\\begin{pmatrix}1\\\\2\\end{pmatrix}", "$\\begin{bmatrix} 1 \\\\ 2 \\end{bmatrix}$"],
         ["\\boxed{\\begin{pmatrix}1\\\\2\\end{pmatrix}}", "$$\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}$$"],
@@ -132,7 +158,7 @@ def test_numbers_of_all_sizes_are_what_they_are_written_as() -> None:
 
 
 @pytest.mark.parametrize(
-    "label", ["", "  ", "nan", "None", "???", float("nan"), True, None, [1], {"a": 1}, Decimal("0.5")]
+    "label", ["", "  ", "nan", "None", "???", float("nan"), True, None, [], [1, 2], [None], {"a": 1}, Decimal("0.5")]
 )
 def test_a_label_that_is_no_answer_is_an_error(label: Any) -> None:
     with pytest.raises(ValueError, match=r"the label (is|'\?\?\?')|in the label"):

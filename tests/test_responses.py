@@ -146,6 +146,34 @@ def test_a_response_of_fences_alone_is_read_all_the_same(response: str) -> None:
         ('<think>print "4"</think>4', "4"),
         ('<think>4</think>"4"', '"4"'),
         ("<think>\n```python\n4\n```</think>\n\n4", "\n\n4"),
+        *(
+            (f"{before}{start}2+2{end}4", "4")
+            for before in ("", "\n")
+            for start, end in (
+                ("<thinking>", "</thinking>"),
+                ("<thought>", "</thought>"),
+                ("<reasoning>", "</reasoning>"),
+                ("<seed:think>", "</seed:think>"),
+                ("[THINK]", "[/THINK]"),
+                ("◁think▷", "◁/think▷"),
+                ("<|START_THINKING|>", "<|END_THINKING|>"),
+                ("<|channel>thought\n", "<channel|>"),
+                ("<unused94>thought\n", "<unused95>"),
+            )
+        ),
+        *((f"2+2{end}4", "4") for end in ("[/THINK]", "</seed:think>", "◁/think▷", "<|END_THINKING|>", "<channel|>")),
+        *((f"{start}2+2", "") for start in ("<thinking>", "<reasoning>", "[THINK]", "<|channel|>analysis<|message|>")),
+        ("<think>a <think>b</think> c</think>4", "4"),
+        ("<think>open <think> tags</think>4", "4"),
+        ("<think>2</think>4 <think>5", "4 <think>5"),
+        ("<think>2</think>4 <reasoning>5</reasoning>", "4 <reasoning>5</reasoning>"),
+        ("s = f'<reasoning>{x}</reasoning>'", "s = f'<reasoning>{x}</reasoning>'"),
+        ("Open it by <think> alone: 4", "Open it by <think> alone: 4"),
+        ("<|channel|>analysis<|message|>2<|end|><|start|>assistant<|channel|>final<|message|>4", "4"),
+        ("<|start|>assistant<|channel|>analysis<|message|>2", ""),
+        ("<|channel|>final<|message|>4", "4"),
+        ("analysisWe add 2.assistantfinal4", "4"),
+        ("analysis of assistantships: 4", "analysis of assistantships: 4"),
     ],
 )
 def test_the_answer_stands_behind_the_thinking(response: str, answer: str) -> None:

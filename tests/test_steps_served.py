@@ -112,3 +112,14 @@ def test_a_model_without_a_tokenizer_asks_for_positions(server: RunningServer) -
     with RewardClient(server.http_url, model="bare") as client:
         assert "has no tokenizer, so send step_positions" in str(client.score(tokens=[[5, 6, 7]]).errors[0])
         assert client.score(tokens=[[5, 6, 7]], steps=[[2]]).errors == [None]
+
+
+def test_a_client_without_positions_gets_a_row_for_each_token(server: RunningServer) -> None:
+    """Where no token is known to end a step; vLLM's form has no way to name positions."""
+    rows = [[5, 6, 7, 8, 9], [11], [12, 13, 14]]
+    body = {"model": "bare", "input": rows, "task": "token_classify"}
+    told = httpx.post(f"{server.http_url}/pooling", json=body).json()
+    bare = next(Path(m["root"]) for m in httpx.get(f"{server.http_url}/v1/models").json()["data"] if m["id"] == "bare")
+    for one, want in zip(told["data"], zoo.reference_tokens(bare, [np.array(row) for row in rows]), strict=True):
+        wrong_and_right = np.exp(want) / np.exp(want).sum(-1, keepdims=True)
+        np.testing.assert_allclose(np.array(one["data"]), wrong_and_right, atol=1e-5)

@@ -58,9 +58,9 @@ def test_answers_are_compared_as_mathematics(server: RunningServer) -> None:
 
 
 def test_a_label_that_cannot_be_read_fails_its_sample(server: RunningServer) -> None:
-    answers = ask(server, "mathematics", [("\\boxed{1}", label) for label in ("???", [1], True, None, "1")])
+    answers = ask(server, "mathematics", [("\\boxed{1}", label) for label in ("???", [1, 2], True, None, "1")])
     assert "finds no answer in the label '???'" in str(answers[0])
-    assert "the label is list; send a number" in str(answers[1])
+    assert "the label is a list of 2; send one answer" in str(answers[1])
     assert "the label is bool" in str(answers[2])
     assert "label was not sent" in str(answers[3])
     assert answers[4] == 1.0

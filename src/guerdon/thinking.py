@@ -12,6 +12,8 @@ _TAG = re.compile(
     r"|(?P<last><\|channel\|>final(?:<\|message\|>)?)",
     re.IGNORECASE,
 )
+_UNOPENED = re.compile(r"</(?:\w+:)?think\s*>|[^<]|<[|u]|<channel", re.IGNORECASE)
+"""Matches the ends of thinking that count without a beginning: words that no answer has as tags of its own."""
 _QUOTES = "`\"'“”‘’«»「」"
 
 
@@ -38,5 +40,30 @@ def answer_of(text: str) -> str | None:
     return None if depth else "\n".join([*parts, text[begin:]])
 
 
+def behind_thinking(text: str) -> str | None:
+    """Returns the text behind the thinking that it begins with; None if that has no end.
+
+    Tags further on are the answer's own. The opening tag may have been in the prompt.
+    """
+    head, final, answer = text.rpartition("assistantfinal")
+    if final and head.lstrip().startswith("analysis"):  # gpt-oss without its special tokens
+        return answer
+    depth, opens, end = 0, False, None
+    for tag in _TAG.finditer(text):
+        if _is_quoted(text, *tag.span()):
+            continue
+        if tag["last"]:
+            return text[tag.end() :]
+        if tag["open"]:
+            opens = opens or not (depth or text[: tag.start()].removeprefix("<|start|>assistant").strip())
+            depth += 1
+        elif opens or _UNOPENED.match(tag[0]):
+            depth, end = depth - 1, tag.end()
+            if depth <= 0:
+                break
+    return (None if opens else text) if end is None else text[end:]
+
+
 def _is_quoted(text: str, start: int, end: int) -> bool:
-    return start > 0 and text[start - 1] in _QUOTES and text[end : end + 1] in tuple(_QUOTES)
+    behind = text[end : end + 3]
+    return start > 0 and text[start - 1] in _QUOTES and behind[:1] in tuple(_QUOTES) and behind != "```"

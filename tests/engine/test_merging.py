@@ -118,6 +118,7 @@ ADAPTERS = {
     ),
     "all biases": ("qwen2", lora(bias="all")),
     "biases of LoRA": ("qwen2", lora(bias="lora_only")),
+    "all biases of an encoder": ("bert", lora(target_modules=["query"], bias="all")),
     "a bias in B": ("qwen2", lora(lora_bias=True)),
     "embeddings by LoRA": ("llama", lora(target_modules=["embed_tokens", "q_proj"])),
     "embeddings in whole": ("llama", lora(modules_to_save=["score", "embed_tokens"])),
@@ -129,7 +130,17 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize(
-    "name", often(ADAPTERS, "all layers", "Conv1D", "encoder", "DoRA", "embeddings in whole", "some tokens")
+    "name",
+    often(
+        ADAPTERS,
+        "all layers",
+        "Conv1D",
+        "encoder",
+        "DoRA",
+        "embeddings in whole",
+        "some tokens",
+        "all biases of an encoder",
+    ),
 )
 def test_rewards_are_those_of_the_unmerged_model(name: str, tmp_path: Path) -> None:
     architecture, config = ADAPTERS[name]

@@ -72,6 +72,8 @@ def test_a_template_of_another_shape_is_refused(template: str, tmp_path: Path) -
 
 def test_a_tokenizer_that_takes_no_pairs_has_no_template() -> None:
     class Single:
+        is_fast = False
+
         def __call__(self, *texts: str, add_special_tokens: bool) -> Any:
             raise ValueError("no pairs")
 

@@ -31,7 +31,7 @@ from guerdon.settings.config import LanguageModelConfig, ModelConfig, TeacherCon
 TEXTS = [
     "In 2024, 1234567 people paid $18.99 each.", "  two  spaces\tand tabs\n\nnew", "HELLO World, DON'T shout",
     "def f(x1):\n    return x1**2 # 10%", "naïve café ÄÖÜ Привет 日本語 한국어 😀👩‍👩‍👧",
-    "a<|im_end|>b</s> c", "", " ", "2.50",
+    "a<|im_end|>b</s> c", "", " ", "2.50", "a <mask> b<sep>c[MASK]",
 ]  # fmt: skip
 SPECIALS = ["<pad>", "<s>", "</s>", "<unk>", "<|im_end|>"]
 
@@ -90,6 +90,7 @@ PIPELINES = {
 CLASSES = [
     "GPT2Tokenizer", "GPT2TokenizerFast", "Qwen2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer", "LlamaTokenizer",
     "CodeLlamaTokenizer", "GemmaTokenizer", "BertTokenizer", "T5Tokenizer", "RobertaTokenizer", "XLMRobertaTokenizer",
+    "BartTokenizer", "MPNetTokenizer", "FunnelTokenizer", "HerbertTokenizer", "NllbTokenizer", "SeamlessM4TTokenizer",
     "PreTrainedTokenizerFast", "TokenizersBackend", "NobodysTokenizer", None,
 ]  # fmt: skip
 MODELS = ["llama", "qwen2", "qwen3", "exaone4", "starcoder2", "mistral", "gpt2", "gpt_neox", "cohere", "gemma3_text"]
@@ -111,7 +112,11 @@ def assert_the_files(folder: Path) -> tuple[str, ...]:
     assert encoder is not None
     rows = encoder.encode(TEXTS, False)
     assert [np.asarray(row).tolist() for row in rows] == [file.encode(t, add_special_tokens=False).ids for t in TEXTS]
+    around = encoder.encode(TEXTS[:3], True)
+    assert [np.asarray(row).tolist() for row in around] == [file.encode(text).ids for text in TEXTS[:3]]
     tokenizer = load_tokenizer(folder).tokenizer
+    named = [token for token in tokenizer.special_tokens_map.values() if isinstance(token, str)]
+    assert all(file.token_to_id(token) is not None for token in named)
     for row in rows:
         ids = np.asarray(row).tolist()
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == file.decode(ids, skip_special_tokens=False)
@@ -146,7 +151,7 @@ def test_the_proof_says_how_many_ids_transformers_would_change(tmp_path: Path, m
 
 
 def test_what_the_other_files_declare_stays(tmp_path: Path) -> None:
-    added = {"300": {"content": "<step>", "special": True}, "301": {"content": "km/h", "special": False}}
+    added = {"296": {"content": "<step>", "special": True}, "297": {"content": "km/h", "special": False}}
     folder = write(
         tmp_path, "threes", "PreTrainedTokenizerFast", added_tokens_decoder=added, chat_template="{{ messages[0] }}"
     )
@@ -156,6 +161,29 @@ def test_what_the_other_files_declare_stays(tmp_path: Path) -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 0)
     assert tokenizer.decode([step], skip_special_tokens=True) == ""
     assert tokenizer.chat_template == "{{ messages[0] }}" and proofs[1] == "the chat template prints no date"
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "added_tokens.json"])
+@pytest.mark.parametrize("cls", ["PreTrainedTokenizerFast", "GemmaTokenizer", "RobertaTokenizer"])
+def test_a_declared_token_has_the_id_that_is_declared(cls: str, where: str, tmp_path: Path) -> None:
+    """Also if the class has tokens of its own, which then get no id; otherwise the folder is refused."""
+    size = PIPELINES["threes"].get_vocab_size()
+    for name, first in (("right", size), ("gap", size + 4)):
+        listed = {"<step>": first, "km/h": first + 1}
+        added = {str(i): {"content": token, "special": False} for token, i in listed.items()}
+        folder = write(
+            tmp_path / name, "threes", cls, "llama",
+            **({"added_tokens_decoder": added} if where == "tokenizer_config.json" else {}),
+        )  # fmt: skip
+        if where == "added_tokens.json":
+            (folder / where).write_text(json.dumps(listed))
+    tokenizer, _ = load_tokenizer(tmp_path / "right")
+    assert tokenizer.convert_tokens_to_ids(["<step>", "km/h"]) == [size, size + 1]
+    assert tokenizer("a<step>km/h", add_special_tokens=False)["input_ids"][1:] == [size, size + 1]
+    with pytest.raises(
+        CheckpointError, match=rf"declares the token '<step>' as {size + 4}, and behind .* it is {size}"
+    ):
+        load_tokenizer(tmp_path / "gap")
 
 
 def test_what_a_file_says_about_cutting_and_padding_is_left_to_the_server(tmp_path: Path) -> None:

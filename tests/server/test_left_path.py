@@ -20,7 +20,7 @@ from guerdon.critic_core import TrainRequest
 from guerdon.distributed.commands import Worker
 from guerdon.engine.attention import registry
 from guerdon.engine.engine import Engine
-from guerdon.errors import GuerdonError, ServerFault, TrainFailed
+from guerdon.errors import GuerdonError, SampleFailed, ServerFault, TrainFailed
 from guerdon.server.batching.jobs import Job, Limits
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.scheduler import Scheduler
@@ -115,6 +115,33 @@ def test_the_request_is_served_and_the_path_left_once(
         np.testing.assert_allclose(serving.rewards(rows[1:2]), want[1:2], atol=1e-5)
     (line,) = warnings(caplog)
     assert line.startswith("rm: the path packed+shared fails on samples that the plain forward computes, and is not ")
+
+
+def test_a_path_without_finite_scores_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The request is served, and a sample that is not finite by the plain forward either leaves no path."""
+    engine, rows = reward_model(tmp_path), texts(10, 150, 20, 120)
+    want = zoo.reference(tmp_path, rows)
+    plain = registry.packed_attention
+
+    def broken(module: Any, query: torch.Tensor, *given: Any, **more: Any) -> Any:
+        out, none = plain(module, query, *given, **more)
+        return out * (torch.nan if query.shape[2] > LONG else 1), none
+
+    AttentionInterface.register(registry.NAME, broken)
+    try:
+        with Serving(engine) as serving, monkeypatch.context() as patched:
+            patched.setattr(engine, "score_plainly", lambda sequences: [SampleFailed("not finite") for _ in sequences])
+            assert all(isinstance(result, SampleFailed) for result in serving.score(rows))
+            assert engine.info.path == "packed+shared" and not warnings(caplog)
+            patched.undo()
+            np.testing.assert_allclose(serving.rewards(rows), want, atol=1e-5)
+            assert engine.info.path == "single" and "this sample is not finite: nan" in engine.info.why
+            np.testing.assert_allclose(serving.rewards(rows[1:2]), want[1:2], atol=1e-5)
+    finally:
+        registry.register()
+    assert len(warnings(caplog)) == 1
 
 
 def test_lack_of_memory_leaves_no_path(

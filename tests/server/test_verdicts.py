@@ -151,6 +151,46 @@ def test_a_word_is_whole(regex: str, text: str) -> None:
         assert read(f"Verdict: {said}", regex=r"(?i)(good|bad)", values=values) == 1
 
 
+@pytest.mark.parametrize(
+    "behind",
+    [", but bad", "\nbut bad", " but really bad", "; however, bad", " - no, bad", ". No, bad.", ". Wait, it is bad",
+     " (or bad)", "**, but **bad**", "... actually bad", ", although the end is bad", ". Correction: bad",
+     ", make that bad", ". On second thought, it is bad."],
+)  # fmt: skip
+def test_a_word_that_is_taken_back_is_no_verdict(behind: str) -> None:
+    values = {"good": 1.0, "bad": 0.0}
+    for regex in (r"Verdict: \**(\w+)", r"Verdict: \**(good|bad)"):
+        why = refusal(f"Verdict: good{behind}", regex=regex, values=values)
+        assert "is taken back" in why or "is a part of more" in why, why
+
+
+@pytest.mark.parametrize(
+    "behind",
+    ["", ", but long", ". But the style is bad.", ". No bad words.", ". The other one is bad", ", though unbad",
+     ", because nothing is bad", ", but badly typeset", " and clear", ". No errors.", ". Actually helpful."],
+)  # fmt: skip
+def test_words_may_stand_behind_a_word(behind: str) -> None:
+    assert read(f"Verdict: good{behind}", regex=r"Verdict: (\w+)", values={"good": 1.0, "bad": 0.0}) == 1
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [", but really 3", ", no, 5", ". Wait, 5.", "; rather 5/10", " - actually, I would say 5", ", or 5",
+     ". Correction: 5", ". Make that 5!", " but 5 out of 10", ", though 6 of 10"],
+)  # fmt: skip
+def test_a_number_that_is_taken_back_is_no_verdict(behind: str) -> None:
+    why = refusal(f"Score: 7{behind}", **TEN)
+    assert "is taken back" in why or "is a part of more" in why, why
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [", but 2 errors remain", ". No, 2 sources are missing", ", though it has 3 parts that are wrong", ", but long"],
+)
+def test_what_is_counted_is_no_other_verdict(behind: str) -> None:
+    assert read(f"Score: 7{behind}", **TEN) == 7
+
+
 # ----------------------------------------------------------------------------------------------------------- JSON
 
 

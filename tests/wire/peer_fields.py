@@ -15,6 +15,7 @@ from guerdon.wire.forms import (
     sglang,
     sglang_logprobs,
     tei,
+    tokens,
     trl_logprobs,
     vllm_logprobs,
     vllm_pooling,
@@ -50,6 +51,14 @@ _SAMPLING = "presence_penalty frequency_penalty top_p top_k min_p seed stop stop
 _VLLM_TEXT = "skip_special_tokens spaces_between_special_tokens include_stop_str_in_output"
 
 REQUESTS = [
+    Request(
+        "vLLM's TokenizeCompletionRequest and TokenizeChatRequest",
+        tokens.TokenizeBody,
+        "model prompt messages add_special_tokens return_token_strs add_generation_prompt continue_final_message",
+        "chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs tools",
+    ),
+    Request("vLLM's DetokenizeRequest", tokens.DetokenizeBody, "model tokens"),
+    Request("TEI's TokenizeRequest", tokens.TEITokenizeBody, "inputs add_special_tokens", "prompt_name"),
     Request(
         "vLLM's ClassificationRequest",
         vllm_pooling.ClassifyBody,

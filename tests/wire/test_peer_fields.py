@@ -110,8 +110,13 @@ def test_embeddings_are_encoded_as_asked() -> None:
 
 def test_bodies_of_forms_are_those_of_the_table() -> None:
     """A form that is added has its peer's fields listed; trainers' own forms take what their pages tell."""
-    from guerdon.wire.forms import FORMS, TEACHER_FORMS
+    from guerdon.wire.forms import FORMS, TEACHER_FORMS, TOKEN_FORMS
 
-    found = {kind for form in (FORMS | TEACHER_FORMS).values() for kind in form.bodies if issubclass(kind, Body)}
+    found = {
+        kind
+        for form in (*FORMS.values(), *TEACHER_FORMS.values(), *TOKEN_FORMS.values())
+        for kind in form.bodies
+        if issubclass(kind, Body)
+    }
     trainers = {kind for kind in found if kind.__module__.rpartition(".")[2] in ("openrlhf_reward", "slime")}
     assert found - trainers == {request.kind for request in REQUESTS if issubclass(request.kind, Body)}

@@ -17,6 +17,7 @@ from guerdon.server.batching.jobs import Limits
 from guerdon.server.sums import Sum
 from guerdon.settings.config import JudgeConfig, RewardConfig, ServedModelConfig
 from guerdon.teacher_core import HeadFile, TokenLogprobs
+from guerdon.wire.forms.tokens import TextTokenizer
 
 Steps = Generator[None, None, ListLike[np.ndarray | InvalidRequest]]
 """Tokenises in short steps; returns rows of ids, or what is wrong with them."""
@@ -213,6 +214,21 @@ class Catalog:
         entry = self.entries.get(name)
         encoder = None if entry is None or entry.served is None else entry.served.encoder
         return encoder if isinstance(encoder, Tokenizer) else None
+
+    def tokenized_by(self, name: str) -> tuple[ModelInfo, TextTokenizer]:
+        """Returns the model that a form names, without a name the first with a tokenizer, and its tokenizer.
+
+        Raises UnknownModel, Unavailable if it is unloaded, InvalidRequest if it has no tokenizer.
+        """
+        infos = [self.scored_by(name)] if name else self.infos()
+        for info in infos:
+            entry = self.entries.get(info.name)
+            served = None if entry is None or (entry.served is None and not name) else entry.loaded()
+            encoder = served.text if isinstance(served, Judge) else None if served is None else served.encoder
+            if isinstance(encoder, TextTokenizer):
+                return info, encoder
+        what = f"{infos[0].name} has no tokenizer" if name else "no model here has a tokenizer"
+        raise InvalidRequest(f"{what} that could be asked; served here: {', '.join(x.name for x in self.infos())}")
 
     def models(self) -> list[ModelInfo | OperationInfo]:
         """Returns all that has a name: sums of rewards, models, and the critic's operations."""

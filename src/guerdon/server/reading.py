@@ -35,7 +35,7 @@ INLINE_BYTES = 1 << 18
 MANY_ROWS = 1024
 """Work on more samples, one after the other, runs in a thread."""
 
-_NUM_THREADS = 2
+NUM_THREADS = 2
 _RENDERED_AT_ONCE = 64
 _SHOWN_IDS = 8
 _SHOWN = 60
@@ -51,8 +51,8 @@ class Workers:
     """A few threads, on which the clients take turns: few, because what they do holds the GIL part of the time."""
 
     def __init__(self, name: str) -> None:
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"guerdon-{name}")
-        self._turns = FairTurns(_NUM_THREADS)
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=f"guerdon-{name}")
+        self._turns = FairTurns(NUM_THREADS)
 
     def close(self) -> None:
         """Ends the threads; cancels what waits for them."""

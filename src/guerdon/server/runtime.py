@@ -243,7 +243,8 @@ def _listen(host: str, port: int, protocol: str) -> socket.socket:
         flag = "--port" if protocol == "HTTP" else "--grpc-port"
         raise StartError(
             f"cannot listen for {protocol} on {host}:{port}: {e.strerror}",
-            f"stop what uses the port, or choose another with {flag} (0: any free one) or --host",
+            f"stop what uses the port (the gRPC port of a server is its HTTP port + 2), or choose another with {flag} "
+            "(0: any free one) or --host",
         ) from e
 
 

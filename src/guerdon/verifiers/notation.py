@@ -41,6 +41,7 @@ def _repeating(found: re.Match[str]) -> str:
 
 
 _REWRITTEN: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (re.compile(r"\b(?:(?:US|AU|CA|NZ|HK|SG)\s?(?=\\?\$\s?[\d.]|\\\$)|[ACRS](?=\\\$))"), ""),  # of a country
     (re.compile(r"(?<!\\)\\\$"), ""),  # the sign of dollars
     (re.compile(r"(?:USD|EUR|GBP|JPY|CNY|INR|Rs\.?)\s*(?=\d)"), ""),
     (re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+"), lambda found: f"^({found[0].translate(_RAISED)})"),
@@ -54,9 +55,12 @@ _REWRITTEN: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
 ]
 _BOX = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 _MAX_BOXES = 16
+_ANSWERS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_WORDS = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\s+(?:[A-Za-z]{2,}|\d)")
+"""Matches two words, or one before a number."""
 _BETWEEN_BOXES = re.compile(r"(?:[\s$,;]|\\[()\[\],;:! ]|\\q?quad|\\text\{|\}|and|or)*")
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
-_UNIT = r"\b[A-Za-z]{3,}|[cdkm]m|[km]g|m[lL]|km/h|m/s|m(?=\^)|ft|in|yd|mi|lb|oz|hr|sq|cu|\^\{\\circ\} ?[CF]"
+_UNIT = r"\b[A-Za-z]{3,}|US(?= )|[cdkm]m|[km]g|m[lL]|km/h|m/s|m(?=\^)|ft|in|yd|mi|lb|oz|hr|sq|cu|\^\{\\circ\} ?[CF]"
 _WITH_UNIT = re.compile(rf"([-+]?[\d.,/(+]*[\d)])\s*(({_UNIT})(?:[A-Za-z ./]|\^\(?-?\d\)?)*)")
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(?:\d++(?:\.\d*+)?|\.\d++)[eE][-+]?\d{1,3}(?![\w^{]|\.\d)")
 _OF_EULER = re.compile(r"(?!1e)\d+e[-+][1-9]")
@@ -64,7 +68,11 @@ _OF_EULER = re.compile(r"(?!1e)\d+e[-+][1-9]")
 
 
 def read_label(label: Any) -> str:
-    """Returns the label as text for math-verify; raises ValueError if it is none."""
+    """Returns the label, which may be alone in a list, as text for math-verify; raises ValueError if it is none."""
+    if isinstance(one := label.tolist() if hasattr(label, "tolist") else label, list | tuple):  # of a table's cell
+        if len(one) != 1:
+            raise ValueError(f"the label is a list of {len(one)}; send one answer")
+        return read_label(one[0])
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         raise ValueError(f"the label is {type(label).__name__}; send a number, or text with the right answer")
     if isinstance(label, float) and math.isfinite(label):
@@ -82,7 +90,7 @@ def read_label(label: Any) -> str:
 
 def read_answer(answer: str) -> Iterator[str]:
     """Yields the texts for math-verify that a response's answer may mean; more than one if its LaTeX is ambiguous."""
-    text = _rewrite(_from_last_box(answer))
+    text = _rewrite(_from_last_box(_from_last_tag(answer)))
     yield (spelt := _SCIENTIFIC.sub(_spell_match, text))
     if (other := _SCIENTIFIC.sub(_spell_unless_of_euler, text)) != spelt:
         yield other
@@ -95,6 +103,16 @@ def _rewrite(text: str) -> str:
     for pattern, replacement in _REWRITTEN:
         text = pattern.sub(replacement, text)
     return _BOX.sub(lambda found: f"\\boxed{{{_tidy(found[1])}}}", text)
+
+
+def _from_last_tag(text: str) -> str:
+    """Returns what the last `<answer>` has in it, all else if there is none; an expression alone is boxed."""
+    found = _ANSWERS.findall(text)
+    if not found or not found[-1].strip():
+        return text
+    answer: str = found[-1].strip()
+    is_bare = not (_has_latex(answer) or "\n" in answer or _WORDS.search(answer))
+    return f"\\boxed{{{answer}}}" if is_bare else answer
 
 
 def _from_last_box(text: str) -> str:

@@ -13,9 +13,8 @@ from markdown_it import MarkdownIt
 from markdown_it.rules_block import StateBlock, fence
 from markdown_it.token import Token
 
-_THINKS = re.compile(r"\s*<think>")
-_THOUGHT = re.compile(r"</think>(?:(?<![\"'`]</think>)|(?![\"'`])|(?=```))")
-"""Matches the end of the thinking, and not a quotation of it, which has quotes on both sides; a fence may follow."""
+from guerdon.thinking import behind_thinking
+
 _PYTHON = re.compile(r"\s*\{?\s*\.?py(thon)?[\d.]*(?![\w-])", re.IGNORECASE)
 """Matches info strings such as `python`, `Python3`, `py title="a.py"` and `{.python}`, and not `python-repl`."""
 _WORD = re.compile(r"[^\s`]+")
@@ -26,10 +25,8 @@ _MAX_PARSED = 2_000_000
 
 
 def answer_of(response: str) -> str:
-    """Returns the text behind the response's thinking, which ends with `</think>`; nothing if it only thinks."""
-    if found := _THOUGHT.search(response):
-        return response[found.end() :]
-    return "" if _THINKS.match(response) else response
+    """Returns the text behind the response's thinking; nothing if it only thinks."""
+    return behind_thinking(response) or ""
 
 
 def find_program(answer: str) -> str | None:

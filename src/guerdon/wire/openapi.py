@@ -12,8 +12,8 @@ import numpy as np
 from guerdon.core import ModelInfo
 from guerdon.critic_core import OperationInfo
 from guerdon.wire import kserve, signature
-from guerdon.wire.forms import ALL_FORMS, ANSWERS, openai, page_bodies, triton_repository
-from guerdon.wire.forms.form import Form
+from guerdon.wire.forms import ALL_FORMS, ANSWERS, TOKEN_FORMS, openai, page_bodies, tei, tokens, triton_repository
+from guerdon.wire.forms.form import Form, Url
 from guerdon.wire.forms.gym import Answer
 
 Schema = dict[str, Any]
@@ -62,6 +62,8 @@ _TYPES: list[Any] = list(
             *(triton_repository.IndexBody, list[triton_repository.IndexEntry]),
             *(page_bodies.TrialBody, page_bodies.TrialReply, page_bodies.Extremes, page_bodies.Snapshot),
             *(kind for form in ALL_FORMS.values() for kind in (*form.bodies, form.url, *form.replies, form.error)),
+            *(kind for form in TOKEN_FORMS.values() for kind in (*form.bodies, form.url, *form.replies)),
+            tokens.InfoReply,
             *(kind for answer in ANSWERS.values() for kind in (answer.body, answer.reply) if kind is not None),
         ]
     )
@@ -111,7 +113,7 @@ def document(
     answers = {path: _answered(answer) for path, answer in ANSWERS.items()}
     sections = {
         "KServe v2": _kserve([info.name for info in models]),
-        "Forms of other servers": forms | answers | _openai(scored),
+        "Forms of other servers": forms | answers | _tokens(scored) | _openai(scored),
         "Swapping models": _repository(scored),
         "Observing": _health() | {"/metrics": metrics, "/openapi.json": own},
         "Pages": _page(scored) if has_page else {},
@@ -241,12 +243,27 @@ def _openai(names: list[str]) -> dict[str, Any]:
     }
 
 
+def _tokens(names: list[str]) -> dict[str, Any]:
+    paths = {}
+    for path, form in TOKEN_FORMS.items():
+        answered, body = _ok(_JSON, schema_of(*form.replies)), _content(_JSON, *form.bodies)
+        paths[path] = _path(_WRITE, form.summary, answered, _in_url(form.url, names), body, error=openai.OpenAIError)
+    described, where = _ok(_JSON, tokens.InfoReply), _in_url(Url, names)
+    paths[tokens.INFO] = _path(
+        _READ, "A model and the server's limits, as TEI tells them", described, where, error=tei.TEIError
+    )
+    return paths
+
+
+def _in_url(url: type[Url], names: list[str]) -> list[dict[str, Any]]:
+    keys = components()[1][url.__name__]["properties"]
+    return [_in_query(name, {"enum": names} if name == "model" else schema) for name, schema in keys.items()]
+
+
 def _form(form: Form, names: list[str]) -> dict[str, Any]:
-    keys = components()[1][form.url.__name__]["properties"]
-    parameters = [_in_query(name, {"enum": names} if name == "model" else schema) for name, schema in keys.items()]
     statuses = (*_USUAL, 422, 424, 429) if form.error.__name__ == "TEIError" else _USUAL
     scored = {"200": _answer("the scores", _TIMES, _content(_JSON, *form.replies))}
-    body = _content(_JSON, *form.bodies)
+    body, parameters = _content(_JSON, *form.bodies), _in_url(form.url, names)
     return _path(_FORM, f"The form of {form.peer}", scored, parameters, body, statuses=statuses, error=form.error)
 
 

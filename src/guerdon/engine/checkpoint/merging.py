@@ -35,6 +35,8 @@ TOLERANCE = 1e-3
 """Largest accepted difference between the merged and the unmerged model, relative to the outputs' root mean square."""
 CLASSIFIERS = ("score", "classifier")
 """Modules that peft saves whole for classification, whether asked to or not."""
+_COPIES = ("modules_to_save", "original_module")
+"""Names of what peft saves a second time, such as a head's biases where all biases are trained."""
 LAST_LAYERS = ("score", "classifier", "classifier.out_proj")
 """Layers of transformers' classification heads whose rows are the labels."""
 
@@ -191,7 +193,11 @@ def _read_peft_config(checkpoint: StoredCheckpoint, adapter: StoredAdapter) -> A
 def _merge(checkpoint: StoredCheckpoint, base: StoredCheckpoint, config: Any, task: Task) -> Merged:
     """Merges the adapter of one of transformers' classes, with a head or embeddings of its own."""
     assert checkpoint.adapter is not None
-    own = {name.removeprefix(PREFIX): tensor for name, tensor in checkpoint.adapter.tensors.items()}
+    own = {
+        name.removeprefix(PREFIX): tensor
+        for name, tensor in checkpoint.adapter.tensors.items()
+        if not any(f".{copy}." in name for copy in _COPIES)
+    }
     settings, tensors = dict(base.settings), dict(base.tensors)
     model_class = task.classes.get(type(read_config(base)), None)
     if model_class is None:

@@ -246,6 +246,34 @@ class TextEncoder:
         """Returns the whole conversation rendered by the chat template, or the error if the template refuses it."""
         return self._render(conversation)
 
+    def render_as(self, conversation: list[Message], *, adds_prompt: bool, continues: bool) -> str | InvalidRequest:
+        """Returns the conversation as a prompt if `adds_prompt`, open-ended if it `continues`, else whole."""
+        return self._render(conversation, is_prompt=adds_prompt or continues, continues=continues)
+
+    def spans(self, text: str, add_special_tokens: bool) -> list[tuple[Any, ...]] | InvalidRequest:
+        """Returns of each token its id, its text, whether the tokenizer has added it, and where it stands in the text.
+
+        A place is the characters' start and end, None of tokens that were added.
+        """
+        if self._fast is None:
+            return InvalidRequest("the tokenizer does not tell where tokens stand in a text; ask for ids alone")
+        if (error := _not_unicode(text)) is not None:
+            return error
+        (made,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
+        first = len(made.ids) - len(self._without_second_bos(made.ids)) if add_special_tokens else 0
+        return [
+            (i, token, True, None, None) if added else (i, text[start:stop], False, start, stop)
+            for i, token, added, (start, stop) in list(
+                zip(made.ids, made.tokens, made.special_tokens_mask, made.offsets, strict=True)
+            )[first:]
+        ]
+
+    def names_of(self, tokens: np.ndarray) -> list[str]:
+        """Returns each token as the vocabulary has it."""
+        with self._lock:
+            names: list[str] = self._tokenizer.convert_ids_to_tokens(tokens.tolist())
+        return names
+
     def pieces(self, tokens: np.ndarray) -> list[str]:
         """Returns the text that each token adds to those before it, special tokens included.
 
@@ -459,7 +487,11 @@ class TextEncoder:
         return self._fast.post_process(encoding, add_special_tokens=True).ids
 
     def _render(
-        self, conversation: list[Message], is_prompt: bool = False, variables: Mapping[str, Any] = _NO_VARIABLES
+        self,
+        conversation: list[Message],
+        is_prompt: bool = False,
+        variables: Mapping[str, Any] = _NO_VARIABLES,
+        continues: bool | None = None,
     ) -> str | InvalidRequest:
         import jinja2
 
@@ -467,7 +499,8 @@ class TextEncoder:
             conversation = plain(conversation)
             if is_prompt and not self.takes_messages:
                 raise InvalidRequest("the tokenizer has no chat template")
-            continues = is_prompt and conversation[-1]["role"] == "assistant"
+            if continues is None:
+                continues = is_prompt and conversation[-1]["role"] == "assistant"
             return self._tokenizer.apply_chat_template(
                 conversation,
                 tokenize=False,

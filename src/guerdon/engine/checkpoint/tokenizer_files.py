@@ -13,7 +13,7 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, processors
 
 from guerdon.engine.checkpoint.tekken import TEKKEN, read_tekken
 from guerdon.engine.checkpoint.template_check import REMEDY, describe_dependence, find_dependence
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 PIPELINE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
+OTHERS = (CONFIG, "special_tokens_map.json", "added_tokens.json")
+"""Files beside it that declare tokens."""
 VOCABULARIES = (
     PIPELINE,
     "tokenizer.model",
@@ -111,9 +113,13 @@ def _with_pipeline(folder: Path) -> tuple[Any, str]:
     differing = _count_differing(rebuilt, probes, want)
     if differing and not note:
         note = f"transformers rebuilds it as {type(tokenizer).__name__}, with other ids for {differing} of them"
-    _add_declared(pipeline, rebuilt)
+    _add_declared(pipeline, rebuilt, _declared(folder))
+    _check_ids(pipeline, own, folder)
     around = _surround(pipeline, tokenizer, folder)
     tokenizer._tokenizer = pipeline
+    for name, token in tokenizer.special_tokens_map.items():
+        if isinstance(token, str) and pipeline.token_to_id(token) is None:  # one that only the class has
+            setattr(tokenizer, name, None)
     added = pipeline.get_added_tokens_decoder().keys() - own.keys()
     same = [added.isdisjoint(got[0]) for got in _read(tokenizer.backend_tokenizer, probes)]
     if any(got != own for got, own, is_plain in zip(_read(pipeline, probes), want, same, strict=True) if is_plain):
@@ -151,12 +157,45 @@ def _count_differing(rebuilt: Tokenizer, probes: list[str], want: list[tuple[lis
         return len(probes)
 
 
-def _add_declared(pipeline: Tokenizer, rebuilt: Tokenizer) -> None:
+def _declared(folder: Path) -> set[str]:
+    """Returns every text in the folder's other files, of which some are tokens; a class has more of its own."""
+    found: set[str] = set()
+    rest = [_read_json(folder / name) for name in OTHERS]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, str):
+            found.add(value)
+        elif isinstance(value, dict):
+            rest += [*value, *value.values()]
+        elif isinstance(value, list):
+            rest += value
+    return found
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _add_declared(pipeline: Tokenizer, rebuilt: Tokenizer, declared: set[str]) -> None:
     """Adds tokens that only the folder's other files declare, under the ids that transformers gives them."""
     own = {token.content for token in pipeline.get_added_tokens_decoder().values()}
     for _, token in sorted(rebuilt.get_added_tokens_decoder().items()):
-        if token.content not in own:
+        if token.content in declared - own:
             (pipeline.add_special_tokens if token.special else pipeline.add_tokens)([token])
+
+
+def _check_ids(pipeline: Tokenizer, own: dict[int, AddedToken], folder: Path) -> None:
+    """Raises CheckpointError if a token that only other files declare has another id than they say."""
+    stated = _read_json(folder / CONFIG).get("added_tokens_decoder") or {}
+    listed = {str(token.get("content")): int(i) for i, token in stated.items()}
+    ids = listed or _read_json(folder / OTHERS[-1])  # which is read where the config lists none
+    known = {token.content for token in own.values()}
+    for content, i in ids.items():
+        if content not in known and (given := pipeline.token_to_id(content)) != i:
+            raise CheckpointError(
+                f"{folder} declares the token {content!r} as {i}, and behind those of {PIPELINE} it is {given}",
+                f"save the tokenizer again, so that {PIPELINE} has the token",
+            )
 
 
 def _surround(pipeline: Tokenizer, tokenizer: Any, folder: Path) -> str:
@@ -164,8 +203,7 @@ def _surround(pipeline: Tokenizer, tokenizer: Any, folder: Path) -> str:
 
     transformers 4 lets `add_bos_token` and `add_eos_token` overrule the file for some classes.
     """
-    path = folder / CONFIG
-    stated = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    stated = _read_json(folder / CONFIG)
     if (stated.get("tokenizer_class") or type(tokenizer).__name__).removesuffix("Fast") not in OBEYING:
         return ""
     (own,), (row,) = (pipeline.encode_batch(["a"], add_special_tokens=added) for added in (False, True))

@@ -1,6 +1,7 @@
 """Entered only if a batch's forward raises: tries the plain forward, then halves, so that only the guilty sample fails.
 
-A path that raises on samples that the plain forward scores is left for good: it would fail again on each such sample.
+A path that raises on samples that the plain forward scores, or gives no finite score, is left for good: it would fail
+again on each such sample.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import logging
 import re
 from typing import Any, Protocol
 
-from guerdon.core import Command, Scored, Signal
-from guerdon.errors import GuerdonError, ServerFault, Unavailable, describe, is_out_of_memory
+from guerdon.core import Command, Score, Scored, Signal
+from guerdon.errors import GuerdonError, SampleFailed, ServerFault, Unavailable, describe, is_out_of_memory
 from guerdon.server.batching.jobs import Batch
 from guerdon.server.logs import failure, without_frames
 
@@ -89,6 +90,26 @@ class Halving:
             return failed
         first, second = (self._score(half) for half in batch.halves())
         return Scored([*first.results, *second.results], first.weights_version or second.weights_version)
+
+    def mend(self, batch: Batch, scored: Scored) -> Scored:
+        """Returns the results, with the plain forward's for samples without a finite score, and leaves their path."""
+        failed = [i for i, result in enumerate(scored.results) if type(result) is SampleFailed]
+        if not failed:
+            return scored
+        command = Command(Signal.FORWARD, self._model, [batch.sequences[i] for i in failed], plain=True)
+        try:
+            plain = self._group.execute(command)
+            assert isinstance(plain, Scored) and len(plain.results) == len(failed)
+        except BaseException as e:  # a function has no other way to score; else as in `_score`
+            check_device(e)
+            return scored
+        results = [*scored.results]
+        if mended := [i for i, result in zip(failed, plain.results, strict=True) if isinstance(result, Score)]:
+            why = str(results[mended[0]]).split(";", 1)[0]
+            self._group.execute(Command(Signal.LEAVE_PATH, self._model, why=why))
+        for i, result in zip(failed, plain.results, strict=True):
+            results[i] = result
+        return Scored(results, scored.weights_version)
 
     def _score_plainly(self, batch: Batch, error: GuerdonError) -> Scored | None:
         """Returns the plain forward's scores, and leaves the path that raised `error`; None if it raises as well."""

@@ -265,6 +265,7 @@ class Loop:
                 error = halving.judge(batch, e)
             if halving is not None:  # outside of the handler, so that the error's frames are free
                 scored = halving.split(batch, error)
+            scored = Halving(self._group, model).mend(batch, scored)
             if traced is not None:
                 num_out_of_memory = 0 if halving is None else halving.num_out_of_memory
                 traced.tell(weights_version=scored.weights_version, out_of_memory=num_out_of_memory)

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from guerdon.server.chat_judge.json_objects import NoObject, ObjectFinder
-from guerdon.server.chat_judge.whole_verdicts import goes_on
+from guerdon.server.chat_judge.whole_verdicts import goes_on, is_taken_back
 from guerdon.settings.chat_judges import ParseConfig
 from guerdon.thinking import answer_of
 from guerdon.wire.chat_completions import ChatAnswer
@@ -74,6 +74,10 @@ class AnswerParser:
             raise Unreadable(
                 f"the verdict {_end(verdict)} is a part of more, {around!r}; ask for it alone, or match all of it"
             )
+        others = None if self._values is None else [value for value in self._values if value != verdict.casefold()]
+        if verdict and is_taken_back(text, end, others):
+            behind = text[end : end + 2 * _AROUND]
+            raise Unreadable(f"the verdict {_end(verdict)} is taken back by what follows, {behind!r}; ask for it alone")
         return verdict
 
     def _value(self, verdict: Any) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _GAP, _DASH, _TIMES = r"[ \t\u00a0\u2009\u202f]", r"\-−‐‑–—﹣－~", r"+×·^±"
 _BEFORE_NUMBER = re.compile(
@@ -36,8 +37,35 @@ _BEFORE_WORD = re.compile(
     r"(?:[^\W_]|[^\W_][-_'’/]|(?:\b(?:not|no|never|hardly|neither|nor)|n['’]t)\s+(?:\w+\s+){0,2})$", re.IGNORECASE
 )
 _AFTER_WORD = re.compile(r"[^\W_]|[-_'’/][^\W_]|\s+or\s+\w", re.IGNORECASE)
+_END = r"[\s*_`\"')\]}]*"
+_CONTRAST = rf"{_END}[,;:(–—-]*\s*(?:but|however|yet|though|although|except|or|and\s+yet)\b"
+_RETRACTION = (
+    rf"{_END}[,;:(.!…–—-]*\s*(?:no(?:pe)?(?=\s*[,.:;!–—-])|wait|actually|rather|correction|sorry|hmm+|instead|i\s+mean|make\s+(?:that|it)|"
+    r"on\s+second\s+thought|scratch\s+that)\b"
+)
+"""What takes a verdict back may begin the next sentence; there, what contrasts is about another thing."""
+_TAKEN_BACK = re.compile(
+    rf"(?:{_CONTRAST}|{_RETRACTION})[^.!?\n]{{0,40}}?(?<![\w.])\d+(?:[.,/]\d+)?\s*(?:[.,;!?)*/]|$|\n|out\s+of|of\s+\d)",
+    re.IGNORECASE,
+)
+"""Matches another number behind a number, which nothing is counted by."""
 _CONTEXT = 24
 """Characters of the text that are looked at before a verdict."""
+
+
+def is_taken_back(text: str, end: int, others: Iterable[str] | None = None) -> bool:
+    """Whether the sentence behind a verdict, which ends at `end`, names another, such as `good, but bad`.
+
+    Others are `others`; without them, numbers.
+    """
+    if others is None:
+        return _TAKEN_BACK.match(text, end) is not None
+    words = "|".join(re.escape(other) for other in others if other)
+    behind = rf"[^.!?\n]{{0,80}}?(?<!\w)(?:{words})(?!\w)"
+    return (
+        bool(words)
+        and re.compile(rf"(?:{_CONTRAST}|{_RETRACTION}){behind}", re.IGNORECASE).match(text, end) is not None
+    )
 
 
 def goes_on(text: str, start: int, end: int, highest: float | None = None) -> bool:

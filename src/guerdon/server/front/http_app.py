@@ -51,12 +51,15 @@ from guerdon.server.front.http_request import (
 )
 from guerdon.server.front.page_routes import Pages
 from guerdon.server.front.request_spans import Spans
+from guerdon.server.reading import NUM_THREADS
 from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import ServerConfig
 from guerdon.wire import bodies, kserve, openapi, signature
-from guerdon.wire.forms import ALL_FORMS, ANSWERS, openai, triton_repository
+from guerdon.wire.forms import ALL_FORMS, ANSWERS, TOKEN_FORMS, openai, tei, tokens, triton_repository
+from guerdon.wire.forms.form import Url
 from guerdon.wire.forms.gym import Answer
+from guerdon.wire.forms.tokens import TokenForm
 
 logger = logging.getLogger("guerdon.http")
 
@@ -228,12 +231,15 @@ def _routes(admission: Admission, config: ServerConfig) -> list[Route]:
         Route("/metrics", GET, handlers.metrics),
         Route("/health", GET, handlers.health),
         Route("/health/", GET, handlers.health),  # TRL before 1.11 waits for this one
+        Route(tokens.INFO, GET, handlers.info),
         Route("/v1/models", GET, handlers.models),
         Route("/v1/models/{name:path}", GET, handlers.one_model),
     ]
     for path, form in ALL_FORMS.items():
         make = functools.partial(FormExchange, form=form, admission=admission, limits=config)
         routes.append(Route(path, ("POST", "PUT"), exchange=make))
+    for path, asks in TOKEN_FORMS.items():
+        routes.append(Route(path, POST, functools.partial(handlers.tokens, asks)))
     for path, answer in ANSWERS.items():
         methods = GET if answer.body is None else POST
         routes.append(Route(path, methods, functools.partial(handlers.answer, answer)))
@@ -338,6 +344,39 @@ class _Handlers:
             return _json(answer.to_reply(b""))
         return _json(await self._read_body(request, answer.to_reply))
 
+    async def tokens(self, form: TokenForm, request: HttpRequest) -> Reply:
+        """Answers about a model's tokens."""
+        place = Place(self._admission.gate, request.caller.name)
+        with place:
+            body = await request.read_body(place, self._config)
+            read = functools.partial(form.read, body, request.query)
+            asked = await place.run(read, len(body), READ_INLINE_BYTES)
+            info, tokenizer = self._service.catalog.tokenized_by(asked.model)
+            place.reach(len(body) + asked.num_bytes)
+            made = await place.run(lambda: bodies.write(asked.answer(tokenizer, info)), asked.num_bytes)
+        if len(made) <= bodies.BLOCK:
+            return 200, [JSON], made
+        kept = Place(self._admission.gate, request.caller.name)
+        kept.reach(len(made))
+        return 200, [JSON], Stream(len(made), [made[some] for some in bodies.slices(len(made))], kept)
+
+    async def info(self, request: HttpRequest) -> Reply:
+        """Describes a model as TEI does."""
+        catalog = self._service.catalog
+        info = catalog.scored_by(bodies.convert(request.query, Url, "the URL").model)
+        entry = catalog.entries.get(info.name)
+        return _json(
+            tokens.describe(
+                info,
+                max_concurrent_requests=self._config.max_requests,
+                max_batch_tokens=0 if entry is None else entry.loaded().max_batch_tokens,
+                max_client_batch_size=self._service.max_request_sequences,
+                auto_truncate=entry is not None and entry.config.truncation != "error",
+                tokenization_workers=NUM_THREADS,
+                version=status.server()["version"],
+            )
+        )
+
     async def openapi(self, request: HttpRequest) -> Reply:
         has_page, version = self._service.recorder.is_on, status.server()["version"]
         return _json(openapi.document(self._service.catalog.models(), has_page=has_page, version=version))
@@ -373,7 +412,9 @@ def _error_form(path: str) -> Callable[[GuerdonError], tuple[int, Any]]:
     """Returns how errors look at the path, whichever part of the server raised them."""
     if path in ALL_FORMS:
         return ALL_FORMS[path].to_error
-    return openai.to_error if path.startswith("/v1/models") else kserve.to_error
+    if path in TOKEN_FORMS or path.startswith("/v1/models"):
+        return openai.to_error
+    return tei.to_error if path == tokens.INFO else kserve.to_error
 
 
 def _readiness(is_ready: bool, why: str = "not ready", **more: str) -> Reply:

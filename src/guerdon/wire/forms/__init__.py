@@ -10,6 +10,7 @@ from guerdon.wire.forms import (
     sglang_logprobs,
     slime,
     tei,
+    tokens,
     trl_logprobs,
     vllm_logprobs,
     vllm_pooling,
@@ -26,6 +27,9 @@ TEACHER_FORMS: dict[str, Form] = vllm_logprobs.FORMS | sglang_logprobs.FORMS | t
 
 ENVIRONMENT_FORMS: dict[str, Form] = gym.FORMS | gym_compare.FORMS
 """The forms that ask for the rewards of rollouts, by the path that serves them."""
+
+TOKEN_FORMS = tokens.FORMS
+"""The forms that ask for a model's tokens, by the path that serves them."""
 
 ANSWERS = gym.ANSWERS
 """What is answered without a model, by the path that serves it."""

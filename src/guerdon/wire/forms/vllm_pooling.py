@@ -219,6 +219,8 @@ def _pooling(body: PoolingBody, url: OptionsUrl) -> FormRequest:
             raise InvalidRequest(f"{info.name} gives no numbers for single tokens; send the task classify")
         elif wants_raw and "step_rewards" in info.outputs:
             raise InvalidRequest("step rewards are probabilities, there are no raw numbers: leave use_activation out")
+        elif "step_rewards" in info.outputs and not info.step_separator_ids and request.tokens is not None:
+            request.steps = [np.arange(len(row)) for row in request.tokens]  # as vLLM does without a step's tag
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> PoolingReply:
         by_token = is_by_token(info)

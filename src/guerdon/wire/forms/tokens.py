@@ -1,0 +1,279 @@
+"""The forms that ask about a model and its tokens: `/tokenize` and `/detokenize` as vLLM, `/info` as TEI has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from guerdon.core import Message, ModelInfo, Truncation
+from guerdon.errors import EmptyBatch, InvalidRequest
+from guerdon.wire import bodies
+from guerdon.wire.bodies import Octets
+from guerdon.wire.forms.form import (
+    SOME,
+    Body,
+    Conversation,
+    TokenId,
+    TokensUrl,
+    Url,
+    check_conversation,
+    to_texts,
+    unsupported,
+)
+from guerdon.wire.forms.labels import labels_of
+
+MAX_TEXT = 1 << 18
+"""Most characters of a request's texts together, and most ids."""
+MAX_SPANS = 1 << 16
+"""The same of TEI's form, whose answer is up to a hundred times as large: writing it holds the GIL."""
+
+_OWN = "the checkpoint's own chat template is applied, to the messages alone"
+_ID_BYTES, _TOKEN_BYTES = 64, 512
+"""Memory of an id while it is written, alone and with its text and place."""
+
+
+class TokenSpan(msgspec.Struct):
+    """A token of a text: what it covers there, from the character `start` to before `stop`.
+
+    Those around the text, which the tokenizer adds, are `special`, and have no place.
+    """
+
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
+
+
+@runtime_checkable
+class TextTokenizer(Protocol):
+    """What these forms ask of a model's tokenizer; thread-safe."""
+
+    def encode(
+        self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
+    ) -> list[np.ndarray | InvalidRequest]: ...
+
+    def spans(self, text: str, add_special_tokens: bool) -> list[tuple[Any, ...]] | InvalidRequest: ...
+
+    def render_as(self, conversation: list[Message], *, adds_prompt: bool, continues: bool) -> str | InvalidRequest: ...
+
+    def decode(self, tokens: np.ndarray) -> str: ...
+
+    def names_of(self, tokens: np.ndarray) -> list[str]: ...
+
+
+class TokenizeBody(Body, kw_only=True):
+    """A text, to which nothing is added unless it is asked for, or messages, which the chat template renders."""
+
+    example: ClassVar[str] = '{"prompt": "a text"}'
+    prompt: str | UnsetType = UNSET
+    messages: Conversation | UnsetType = UNSET
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: Annotated[Any, unsupported(_OWN)] = None
+    chat_template_kwargs: Annotated[Any, unsupported(_OWN)] = None
+    tools: Annotated[Any, unsupported(_OWN)] = None
+    mm_processor_kwargs: Annotated[Any, unsupported("models here read only text")] = None
+    media_io_kwargs: Annotated[Any, unsupported("models here read only text")] = None
+
+
+class TEITokenizeBody(Body, kw_only=True):
+    """One text, or several."""
+
+    example: ClassVar[str] = '{"inputs": ["a text"]}'
+    inputs: Annotated[
+        str | Annotated[list[Annotated[str, Meta(description="a string")]], Meta(max_length=bodies.MAX_ROWS)],
+        Meta(description="a string, or a list of strings"),
+    ]
+    add_special_tokens: bool | None = None
+    prompt_name: Annotated[Any, unsupported("models have no named prompts here")] = None
+
+
+class DetokenizeBody(Body, kw_only=True):
+    example: ClassVar[str] = '{"tokens": [5, 6]}'
+    tokens: Annotated[list[TokenId], SOME]
+
+
+class TokenizeReply(msgspec.Struct):
+    """`max_model_len` is null if the model's length is not bounded."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeReply(msgspec.Struct):
+    prompt: str
+
+
+class InfoLabels(msgspec.Struct):
+    id2label: dict[str, str]
+    label2id: dict[str, int]
+
+
+class InfoReply(msgspec.Struct):
+    """What TEI tells of the model, `reranker` if it gives one number and else `classifier`, and of the server."""
+
+    model_id: str
+    model_sha: str
+    model_dtype: str
+    model_type: dict[str, InfoLabels]
+    max_concurrent_requests: int
+    max_input_length: int | None
+    max_batch_tokens: int
+    max_client_batch_size: int
+    auto_truncate: bool
+    tokenization_workers: int
+    version: str
+    max_batch_requests: None = None
+    sha: None = None
+    docker_label: None = None
+
+
+class _Keys(msgspec.Struct):
+    """The key by which a body of `/tokenize` is TEI's."""
+
+    example: ClassVar[str] = TokenizeBody.example
+    inputs: Raw = Raw(b"null")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request: its model, empty for the first with a tokenizer, the memory of its answer, and what makes that."""
+
+    model: str
+    num_bytes: int
+    answer: Callable[[TextTokenizer, ModelInfo], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenForm:
+    """One path: the bodies that `read` reads, the keys of its URL, and its replies."""
+
+    summary: str
+    bodies: tuple[type[Body], ...]
+    url: type[Url]
+    replies: tuple[Any, ...]
+    to_asked: Callable[[Octets, Any], Asked]
+
+    def read(self, body: Octets, query: Mapping[str, str]) -> Asked:
+        """Returns what is asked; raises InvalidRequest."""
+        url = bodies.convert(query, self.url, "the URL")
+        asked = self.to_asked(body, url)
+        return asked if asked.model else Asked(url.model, asked.num_bytes, asked.answer)
+
+
+def _tokenize(body: Octets, url: TokensUrl) -> Asked:
+    is_teis = bytes(bodies.read(body, _Keys).inputs) != b"null"
+    kind: type[TEITokenizeBody | TokenizeBody] = TEITokenizeBody if is_teis else TokenizeBody
+    asked = bodies.read(body, kind)
+    if asked.add_special_tokens is None and url.add_special_tokens is not None:
+        asked.add_special_tokens = url.add_special_tokens == "true"
+    return _of_tei(asked) if isinstance(asked, TEITokenizeBody) else _of_vllm(asked)
+
+
+def _of_vllm(body: TokenizeBody) -> Asked:
+    if isinstance(body.prompt, UnsetType) == isinstance(body.messages, UnsetType):
+        has = "neither prompt nor messages" if isinstance(body.prompt, UnsetType) else "prompt and messages"
+        raise InvalidRequest(f"the body has {has}; send one of them, in an object such as {body.example}")
+    if body.add_generation_prompt and body.continue_final_message:
+        raise InvalidRequest("add_generation_prompt and continue_final_message are both true; send one of them")
+    if isinstance(body.messages, UnsetType):
+        size = len(body.prompt) if isinstance(body.prompt, str) else 0
+    else:
+        size = len(repr(check_conversation(body.messages, "messages")))
+    _check_size(size)
+
+    def answer(tokenizer: TextTokenizer, info: ModelInfo) -> TokenizeReply:
+        text = body.prompt
+        if not isinstance(body.messages, UnsetType):
+            adds_prompt = body.add_generation_prompt is not False and not body.continue_final_message
+            continues = body.continue_final_message
+            text = _or_raise(tokenizer.render_as(body.messages, adds_prompt=adds_prompt, continues=continues))
+        assert isinstance(text, str)
+        ids = _or_raise(tokenizer.encode([text], bool(body.add_special_tokens))[0])
+        names = tokenizer.names_of(ids) if body.return_token_strs else None
+        return TokenizeReply(len(ids), info.max_length, ids.tolist(), names)
+
+    return Asked(body.model or "", size * _ID_BYTES, answer)
+
+
+def _of_tei(body: TEITokenizeBody) -> Asked:
+    texts = to_texts(body.inputs)
+    if not texts:
+        raise EmptyBatch("inputs is an empty list; send at least one text")
+    size = sum(map(len, texts))
+    _check_size(size, MAX_SPANS)
+
+    def answer(tokenizer: TextTokenizer, _: ModelInfo) -> list[list[TokenSpan]]:
+        rows = (tokenizer.spans(text, bool(body.add_special_tokens)) for text in texts)
+        return [[TokenSpan(*one) for one in _or_raise(row)] for row in rows]
+
+    return Asked(body.model or "", size * _TOKEN_BYTES, answer)
+
+
+def _detokenize(body: Octets, url: Url) -> Asked:
+    asked = bodies.read(body, DetokenizeBody)
+    _check_size(len(asked.tokens))
+
+    def answer(tokenizer: TextTokenizer, info: ModelInfo) -> DetokenizeReply:
+        if info.vocab_size is not None and (highest := max(asked.tokens)) >= info.vocab_size:
+            raise InvalidRequest(
+                f"token id {highest} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1})"
+            )
+        return DetokenizeReply(tokenizer.decode(bodies.to_ids(asked.tokens)))
+
+    return Asked(asked.model or "", len(asked.tokens) * _ID_BYTES, answer)
+
+
+def describe(info: ModelInfo, **server: Any) -> InfoReply:
+    """Returns TEI's `/info`; `server` are the settings that it tells beside the model's."""
+    labels = labels_of(info, max(1, len(info.attribute_names)))
+    names = InfoLabels({str(i): name for i, name in enumerate(labels)}, {name: i for i, name in enumerate(labels)})
+    return InfoReply(
+        model_id=info.source or info.name,
+        model_sha=info.weights_version,
+        model_dtype=info.dtype,
+        model_type={"classifier" if len(labels) > 1 else "reranker": names},
+        max_input_length=info.max_length,
+        **server,
+    )
+
+
+def _check_size(count: int, most: int = MAX_TEXT) -> None:
+    if count > most:
+        raise InvalidRequest(
+            f"the request has {count:,} characters or ids, and at most {most:,} are tokenised without a score; "
+            "send fewer"
+        )
+
+
+def _or_raise(made: Any) -> Any:
+    if isinstance(made, InvalidRequest):
+        raise made
+    return made
+
+
+FORMS: dict[str, TokenForm] = {
+    "/tokenize": TokenForm(
+        "The token ids of a text or of messages, as vLLM tells them, and TEI",
+        (TokenizeBody, TEITokenizeBody),
+        TokensUrl,
+        (TokenizeReply, list[list[TokenSpan]]),
+        _tokenize,
+    ),
+    "/detokenize": TokenForm(
+        "The text of token ids, as vLLM tells it", (DetokenizeBody,), Url, (DetokenizeReply,), _detokenize
+    ),
+}
+"""The forms that ask a model's tokenizer, by path; errors are vLLM's."""
+INFO = "/info"
+"""The path of TEI's description of a model; `?model=` names it."""
