@@ -27,9 +27,9 @@ from guerdon.wire.forms.form import (
 )
 from guerdon.wire.forms.labels import labels_of
 
-MAX_TEXT = 1 << 18
+MAX_TEXT = 1 << 17
 """Most characters of a request's texts together, and most ids."""
-MAX_SPANS = 1 << 16
+MAX_SPANS = 1 << 15
 """The same of TEI's form, whose answer is up to a hundred times as large: writing it holds the GIL."""
 
 _OWN = "the checkpoint's own chat template is applied, to the messages alone"
