@@ -78,8 +78,7 @@ def choose_path(forward: Forward, loaded: LoadedTrunk, *, reads_last: bool) -> N
 def _sees_later(forward: Forward) -> tuple[bool, float]:
     """Collective; returns whether on any rank a token's state depends on later tokens, and how much it changes."""
     info, ranks = forward.info, forward.ranks
-    longest = probe_rows(info.vocab_size, info.max_length, forward.pad_token_id)[-2]
-    row = longest[: max(1, len(longest) // 4)]
+    row = probe_rows(info.vocab_size, info.max_length, forward.pad_token_id)[-2]
     with checking(ranks):
         own = independence.change_later(forward, row)
     change = max(ranks.tell_all(own))
@@ -307,8 +306,8 @@ def probe_rows(vocab_size: int | None, max_length: int | None, avoid: int) -> li
     rng = np.random.default_rng(0)
     ids = np.setdiff1d(np.arange(vocab_size or 2), [avoid])
     prompt = rng.choice(ids, max(longest // 2, min(MIN_SHARED, longest - 1)))
-    rows = [np.concatenate([prompt, rng.choice(ids, max(1, longest // k))]) for k in (2, 8)]
-    rows += [rng.choice(ids, n) for n in (longest, 1)]
+    rows = [np.concatenate([prompt, rng.choice(ids, max(1, longest // k))]) for k in (3, 8)]
+    rows += [rng.choice(ids, n) for n in (longest, max(1, longest // 4), 1)]
     return [r[:longest].astype(np.int64) for r in rows]
 
 
