@@ -1,0 +1,117 @@
+// Norms, gated activations and rotary embeddings, each in one pass over memory; called by ctypes (`passes.py`).
+//
+// All round where transformers does: in half precision after each of its operators. A row's arithmetic depends on its
+// own numbers and nothing else. Strides are in elements, and the numbers of a row stand side by side.
+#include <math.h>
+
+#include "vectors.h"
+
+#define FEWEST 32768  // numbers from which on threads are worth their start
+
+template <class T>
+INLINE float rounded(float x) { return T::read(T::write(x)); }
+
+template <class T>
+static void norm_row(const typename T::type *x, const typename T::type *weight, typename T::type *out, int64_t width,
+                     float epsilon) {
+    vf squares[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * VW <= width; i += 4 * VW)
+        for (int j = 0; j < 4; j++) {
+            vf y;
+            for (int lane = 0; lane < VW; lane++) y[lane] = T::read(x[i + j * VW + lane]);
+            squares[j] += y * y;
+        }
+    float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    for (; i < width; i++) {
+        float y = T::read(x[i]);
+        total += y * y;
+    }
+    float factor = 1.0f / sqrtf(total / (float)width + epsilon);
+    for (i = 0; i < width; i++) out[i] = T::write(rounded<T>(T::read(x[i]) * factor) * T::read(weight[i]));
+}
+
+template <class T>
+static void norm_rows(const void *x, const void *weight, void *out, int64_t rows, int64_t width, int64_t stride,
+                      float epsilon, int64_t threads) {
+    typedef typename T::type N;
+#pragma omp parallel for schedule(static) num_threads((int)threads) if (rows * width > FEWEST)
+    for (int64_t r = 0; r < rows; r++)
+        norm_row<T>((const N *)x + r * stride, (const N *)weight, (N *)out + r * width, width, epsilon);
+}
+
+INLINE vf silu(vf x) {
+    vf size = x < splat(0.0f) ? -x : x;
+    vf t = exp2_of(size * splat(-1.44269504089f)), base = splat(1.0f) / (splat(1.0f) + t);
+    return x * (x < splat(0.0f) ? t * base : base);
+}
+INLINE vf gelu(vf x) {  // by tanh
+    vf inner = splat(0.79788456080f) * (x + splat(0.044715f) * x * x * x);
+    return splat(0.5f) * x * (splat(1.0f) + tanh_of(inner));
+}
+
+template <class T>
+static void gate_rows(const void *gate, const void *up, void *out, int64_t rows, int64_t width, int64_t gate_stride,
+                      int64_t up_stride, int64_t is_gelu, int64_t threads) {
+    typedef typename T::type N;
+#pragma omp parallel for schedule(static) num_threads((int)threads) if (rows * width > FEWEST)
+    for (int64_t r = 0; r < rows; r++) {
+        const N *g = (const N *)gate + r * gate_stride, *u = (const N *)up + r * up_stride;
+        N *to = (N *)out + r * width;
+        for (int64_t i = 0; i < width; i += VW) {
+            int64_t n = least(VW, width - i);
+            vf x = {};
+            if (n == VW)
+                for (int lane = 0; lane < VW; lane++) x[lane] = T::read(g[i + lane]);
+            else
+                for (int64_t lane = 0; lane < n; lane++) x[lane] = T::read(g[i + lane]);
+            vf y = is_gelu ? gelu(x) : silu(x);
+            if (n == VW)
+                for (int lane = 0; lane < VW; lane++) to[i + lane] = T::write(rounded<T>(y[lane]) * T::read(u[i + lane]));
+            else
+                for (int64_t lane = 0; lane < n; lane++) to[i + lane] = T::write(rounded<T>(y[lane]) * T::read(u[i + lane]));
+        }
+    }
+}
+
+template <class T>
+static void rotate_rows(const void *x, const void *cosine, const void *sine, void *out, int64_t tokens, int64_t heads,
+                        int64_t size, int64_t token_stride, int64_t head_stride, int64_t wave_stride, int64_t threads) {
+    typedef typename T::type N;
+    const int64_t half = size / 2;
+#pragma omp parallel for schedule(static) num_threads((int)threads) if (tokens * heads * size > FEWEST)
+    for (int64_t t = 0; t < tokens; t++) {
+        const N *c = (const N *)cosine + t * wave_stride, *s = (const N *)sine + t * wave_stride;
+        for (int64_t h = 0; h < heads; h++) {
+            const N *from = (const N *)x + t * token_stride + h * head_stride;
+            N *to = (N *)out + (t * heads + h) * size;
+            for (int64_t i = 0; i < half; i++) {
+                float one = T::read(from[i]), two = T::read(from[i + half]);
+                to[i] = T::write(rounded<T>(one * T::read(c[i])) - rounded<T>(two * T::read(s[i])));
+                to[i + half] = T::write(rounded<T>(two * T::read(c[i + half])) + rounded<T>(one * T::read(s[i + half])));
+            }
+        }
+    }
+}
+
+extern "C" {
+// RMSNorm of rows `stride` apart into contiguous ones.
+void norm(const void *x, const void *weight, void *out, int64_t rows, int64_t width, int64_t stride, float epsilon,
+          int64_t dtype, int64_t threads) {
+    BY_DTYPE(dtype, norm_rows<T>(x, weight, out, rows, width, stride, epsilon, threads))
+}
+
+// SiLU or GELU of the gate, times `up`.
+void gated(const void *gate, const void *up, void *out, int64_t rows, int64_t width, int64_t gate_stride,
+           int64_t up_stride, int64_t is_gelu, int64_t dtype, int64_t threads) {
+    BY_DTYPE(dtype, gate_rows<T>(gate, up, out, rows, width, gate_stride, up_stride, is_gelu, threads))
+}
+
+// The rotary embedding of [T][H][D] by cosines and sines [T][D]; out is contiguous.
+void rotated(const void *x, const void *cosine, const void *sine, void *out, int64_t tokens, int64_t heads,
+             int64_t size, int64_t token_stride, int64_t head_stride, int64_t wave_stride, int64_t dtype,
+             int64_t threads) {
+    BY_DTYPE(dtype, rotate_rows<T>(x, cosine, sine, out, tokens, heads, size, token_stride, head_stride, wave_stride,
+                                   threads))
+}
+}
