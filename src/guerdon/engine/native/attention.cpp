@@ -175,28 +175,32 @@ static void pack_panel(const Attention *a, int64_t head, int64_t panel, float *t
     if (stop - first < VW) memset(to, 0, a->size * VW * sizeof(float));
     const typename T::type *from = (const typename T::type *)a->key + head * a->key_head +
                                    (s->start + at - s->position) * a->key_token;
-    for (int64_t d = 0; d < a->size; d += 16)
-        for (int64_t lane = first; lane < stop; lane++)
-            for (int64_t i = d; i < least(d + 16, a->size); i++) to[i * VW + lane] = T::read(from[lane * a->key_token + i]);
+    float numbers[VW];
+    for (int64_t d = 0; d < a->size; d += VW)
+        for (int64_t lane = first; lane < stop; lane++) {
+            store(numbers, get_some<T>(from + lane * a->key_token + d, a->size - d));
+            for (int64_t i = 0; i < least(VW, a->size - d); i++) to[(d + i) * VW + lane] = numbers[i];
+        }
 }
 
 template <class T>
 static void pack_value(const Attention *a, int64_t head, int64_t token, float *to, int64_t width) {
     const typename T::type *from = (const typename T::type *)a->value + head * a->value_head + token * a->value_token;
-    for (int64_t i = 0; i < a->value_size; i++) to[i] = T::read(from[i]);
-    for (int64_t i = a->value_size; i < width; i++) to[i] = 0;
+    for (int64_t i = 0; i < width; i += VW) store(to + i, get_some<T>(from + i, a->value_size - i));
 }
 
 template <class T>
 static void pack_query(const Attention *a, int64_t head, int64_t token, float factor, float *to) {
     const typename T::type *from = (const typename T::type *)a->query + head * a->query_head + token * a->query_token;
-    for (int64_t i = 0; i < a->size; i++) to[i] = T::read(from[i]) * factor;
+    for (int64_t i = 0; i < a->size; i += VW)
+        put_some<Float32>(to + i, get_some<T>(from + i, a->size - i) * splat(factor), a->size - i);
 }
 
 template <class T>
 static void write_row(const Attention *a, int64_t head, int64_t token, const float *from, float factor) {
     typename T::type *to = (typename T::type *)a->out + token * a->out_token + head * a->value_size;
-    for (int64_t i = 0; i < a->value_size; i++) to[i] = T::write(from[i] * factor);
+    for (int64_t i = 0; i < a->value_size; i += VW)
+        put_some<T>(to + i, load(from + i) * splat(factor), a->value_size - i);
 }
 
 // ------------------------------------------------------------------------------------------ softmax

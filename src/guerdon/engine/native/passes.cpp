@@ -9,26 +9,19 @@
 #define FEWEST 32768  // numbers from which on threads are worth their start
 
 template <class T>
-INLINE float rounded(float x) { return T::read(T::write(x)); }
-
-template <class T>
 static void norm_row(const typename T::type *x, const typename T::type *weight, typename T::type *out, int64_t width,
                      float epsilon) {
     vf squares[4] = {};
-    int64_t i = 0;
-    for (; i + 4 * VW <= width; i += 4 * VW)
-        for (int j = 0; j < 4; j++) {
-            vf y;
-            for (int lane = 0; lane < VW; lane++) y[lane] = T::read(x[i + j * VW + lane]);
-            squares[j] += y * y;
-        }
-    float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
-    for (; i < width; i++) {
-        float y = T::read(x[i]);
-        total += y * y;
+    for (int64_t i = 0, j = 0; i < width; i += VW, j = (j + 1) & 3) {
+        vf y = get_some<T>(x + i, width - i);
+        squares[j] += y * y;
     }
-    float factor = 1.0f / sqrtf(total / (float)width + epsilon);
-    for (i = 0; i < width; i++) out[i] = T::write(rounded<T>(T::read(x[i]) * factor) * T::read(weight[i]));
+    float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    vf factor = splat(1.0f / sqrtf(total / (float)width + epsilon));
+    for (int64_t i = 0; i < width; i += VW) {
+        vf y = T::rounded(get_some<T>(x + i, width - i) * factor);
+        put_some<T>(out + i, y * get_some<T>(weight + i, width - i), width - i);
+    }
 }
 
 template <class T>
@@ -40,14 +33,14 @@ static void norm_rows(const void *x, const void *weight, void *out, int64_t rows
         norm_row<T>((const N *)x + r * stride, (const N *)weight, (N *)out + r * width, width, epsilon);
 }
 
-INLINE vf silu(vf x) {
+INLINE vf logistic(vf x) {
     vf size = x < splat(0.0f) ? -x : x;
-    vf t = exp2_of(size * splat(-1.44269504089f)), base = splat(1.0f) / (splat(1.0f) + t);
-    return x * (x < splat(0.0f) ? t * base : base);
+    vf t = exp2_of(size * splat(-1.44269504089f)), large = splat(1.0f) / (splat(1.0f) + t);
+    return x < splat(0.0f) ? t * large : large;
 }
-INLINE vf gelu(vf x) {  // by tanh
-    vf inner = splat(0.79788456080f) * (x + splat(0.044715f) * x * x * x);
-    return splat(0.5f) * x * (splat(1.0f) + tanh_of(inner));
+INLINE vf silu(vf x) { return x * logistic(x); }
+INLINE vf gelu(vf x) {  // by tanh: (1 + tanh z) / 2 is the logistic function of 2 z, without its cancellation
+    return x * logistic(splat(1.59576912161f) * (x + splat(0.044715f) * x * x * x));
 }
 
 template <class T>
@@ -59,17 +52,9 @@ static void gate_rows(const void *gate, const void *up, void *out, int64_t rows,
         const N *g = (const N *)gate + r * gate_stride, *u = (const N *)up + r * up_stride;
         N *to = (N *)out + r * width;
         for (int64_t i = 0; i < width; i += VW) {
-            int64_t n = least(VW, width - i);
-            vf x = {};
-            if (n == VW)
-                for (int lane = 0; lane < VW; lane++) x[lane] = T::read(g[i + lane]);
-            else
-                for (int64_t lane = 0; lane < n; lane++) x[lane] = T::read(g[i + lane]);
-            vf y = is_gelu ? gelu(x) : silu(x);
-            if (n == VW)
-                for (int lane = 0; lane < VW; lane++) to[i + lane] = T::write(rounded<T>(y[lane]) * T::read(u[i + lane]));
-            else
-                for (int64_t lane = 0; lane < n; lane++) to[i + lane] = T::write(rounded<T>(y[lane]) * T::read(u[i + lane]));
+            vf x = get_some<T>(g + i, width - i);
+            vf y = T::rounded(is_gelu ? gelu(x) : silu(x));
+            put_some<T>(to + i, y * get_some<T>(u + i, width - i), width - i);
         }
     }
 }
@@ -85,10 +70,13 @@ static void rotate_rows(const void *x, const void *cosine, const void *sine, voi
         for (int64_t h = 0; h < heads; h++) {
             const N *from = (const N *)x + t * token_stride + h * head_stride;
             N *to = (N *)out + (t * heads + h) * size;
-            for (int64_t i = 0; i < half; i++) {
-                float one = T::read(from[i]), two = T::read(from[i + half]);
-                to[i] = T::write(rounded<T>(one * T::read(c[i])) - rounded<T>(two * T::read(s[i])));
-                to[i + half] = T::write(rounded<T>(two * T::read(c[i + half])) + rounded<T>(one * T::read(s[i + half])));
+            for (int64_t i = 0; i < half; i += VW) {
+                int64_t n = half - i, k = i + half;
+                vf one = get_some<T>(from + i, n), two = get_some<T>(from + k, n);
+                vf first = T::rounded(one * get_some<T>(c + i, n)) - T::rounded(two * get_some<T>(s + i, n));
+                vf second = T::rounded(two * get_some<T>(c + k, n)) + T::rounded(one * get_some<T>(s + k, n));
+                put_some<T>(to + i, first, n);
+                put_some<T>(to + k, second, n);
             }
         }
     }

@@ -12,6 +12,8 @@
 
 typedef float vf __attribute__((vector_size(VW * 4), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(VW * 4), aligned(4), may_alias));
+typedef uint32_t vu __attribute__((vector_size(VW * 4), aligned(4), may_alias));
+typedef uint16_t vh __attribute__((vector_size(VW * 2), aligned(2), may_alias));
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
 INLINE vf splat(float x) { return x - (vf){}; }
@@ -71,51 +73,64 @@ INLINE vf tanh_of(vf x) {
 
 // ------------------------------------------------------------------------------------------------ dtypes
 
-INLINE float bits_to_float(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-INLINE uint32_t float_to_bits(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
-
+// Of a dtype: `get` reads a vector, `put` writes one, `rounded` writes and reads it; to the nearest, ties to even.
 struct Float32 {
     typedef float type;
-    INLINE float read(float x) { return x; }
-    INLINE float write(float x) { return x; }
+    INLINE vf get(const float *p) { return load(p); }
+    INLINE void put(float *p, vf x) { store(p, x); }
+    INLINE vf rounded(vf x) { return x; }
 };
+
 struct BFloat16 {
     typedef uint16_t type;
-    INLINE float read(uint16_t x) { return bits_to_float((uint32_t)x << 16); }
-    INLINE uint16_t write(float x) {  // to the nearest, ties to even
-        uint32_t bits = float_to_bits(x);
-        uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-        return x != x ? 0x7fc0 : (uint16_t)rounded;
+    INLINE vf get(const uint16_t *p) { return (vf)(__builtin_convertvector(*(const vh *)p, vu) << 16); }
+    INLINE void put(uint16_t *p, vf x) { *(vh *)p = __builtin_convertvector((vu)rounded(x) >> 16, vh); }
+    INLINE vf rounded(vf x) {
+        vu bits = (vu)x;
+        bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
+        return (vf)(x != x ? (vu){} + 0x7fc00000 : bits);
     }
 };
+
 struct Float16 {
     typedef uint16_t type;
-    INLINE float read(uint16_t x) {
-        // The bits as a float32 are too small by 2^112, also where they are subnormal.
-        float small = bits_to_float((uint32_t)(x & 0x7fff) << 13) * 5.192296858534828e33f;
-        uint32_t bits = float_to_bits(small);
-        bits = (x & 0x7c00) == 0x7c00 ? bits | 0x7f800000 : bits;
-        return bits_to_float(bits | (uint32_t)(x & 0x8000) << 16);
+    INLINE vf get(const uint16_t *p) { return of_bits(__builtin_convertvector(*(const vh *)p, vu)); }
+    INLINE void put(uint16_t *p, vf x) { *(vh *)p = __builtin_convertvector(bits_of(x), vh); }
+    INLINE vf rounded(vf x) { return of_bits(bits_of(x)); }
+
+    INLINE vf of_bits(vu half) {
+        // As a float32 the bits are too small by 2^112, also where they are subnormal.
+        vu bits = (vu)((vf)((half & 0x7fff) << 13) * splat(5.192296858534828e33f));
+        bits = (half & 0x7c00) == 0x7c00 ? bits | 0x7f800000 : bits;
+        return (vf)(bits | (half & 0x8000) << 16);
     }
-    INLINE uint16_t write(float x) {  // to the nearest, ties to even
-        uint32_t bits = float_to_bits(x), sign = bits >> 16 & 0x8000;
+    INLINE vu bits_of(vf x) {
+        vu bits = (vu)x, sign = bits >> 16 & 0x8000;
         bits &= 0x7fffffff;
-        uint32_t normal = (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13;
-        uint32_t subnormal = float_to_bits(bits_to_float(bits) + 0.5f) - 0x3f000000;
-        uint32_t found = bits < 0x38800000 ? subnormal : normal;
-        found = bits >= 0x477ff000 ? 0x7c00 : found;
-        found = bits > 0x7f800000 ? 0x7e00 : found;
-        return (uint16_t)(found | sign);
+        vu normal = (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13;
+        vu subnormal = (vu)((vf)bits + splat(0.5f)) - 0x3f000000;
+        vu found = bits < 0x38800000 ? subnormal : normal;
+        found = bits >= 0x477ff000 ? (vu){} + 0x7c00 : found;
+        found = bits > 0x7f800000 ? (vu){} + 0x7e00 : found;
+        return found | sign;
     }
 };
+
+// Reads and writes the first n lanes, zeros in the others.
+template <class T>
+INLINE vf get_some(const typename T::type *p, int64_t n) {
+    if (n >= VW) return T::get(p);
+    typename T::type some[VW] = {};
+    for (int64_t i = 0; i < n; i++) some[i] = p[i];
+    return T::get(some);
+}
+template <class T>
+INLINE void put_some(typename T::type *p, vf x, int64_t n) {
+    if (n >= VW) return T::put(p, x);
+    typename T::type some[VW];
+    T::put(some, x);
+    for (int64_t i = 0; i < n; i++) p[i] = some[i];
+}
 
 // Calls CODE with the type T of a dtype.
 #define BY_DTYPE(DTYPE, CODE)                                             \
