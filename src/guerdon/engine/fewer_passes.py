@@ -11,14 +11,13 @@ shows whether the replacements still compute the same; if not, and for all other
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama as known
@@ -56,12 +55,13 @@ def norm(self: Any, states: Tensor) -> Tensor:
         factor = torch.rsqrt(square / states.shape[-1] + epsilon)
         return _product((states * factor).to(states.dtype), weight)
 
-    return _computed(lambda states, weight: passes.norm(states, weight, epsilon), chain, states, self.weight)
+    return passes.computed(lambda states, weight: passes.norm(states, weight, epsilon), chain, states, self.weight)
 
 
 def gated(self: Any, x: Tensor) -> Tensor:
     """Llama's feed-forward."""
     is_gelu = isinstance(self.act_fn, _GELU)
+    kind = passes.GELU_BY_TANH if is_gelu else passes.SILU
 
     def chain(gate: Tensor, up: Tensor) -> Tensor:
         if is_gelu:
@@ -69,7 +69,7 @@ def gated(self: Any, x: Tensor) -> Tensor:
         return _product(F.silu(gate, inplace=not torch.is_grad_enabled()), up)
 
     both = self.gate_proj(x), self.up_proj(x)
-    return self.down_proj(_computed(lambda gate, up: passes.gated(gate, up, is_gelu=is_gelu), chain, *both))
+    return self.down_proj(passes.computed(lambda gate, up: passes.gated(gate, up, kind), chain, *both))
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     def native(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
         return passes.rotated(x, cos, sin) if unsqueeze_dim == 1 else None
 
-    return _computed(native, chain, q, cos, sin), _computed(native, chain, k, cos, sin)
+    return passes.computed(native, chain, q, cos, sin), passes.computed(native, chain, k, cos, sin)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -99,37 +99,6 @@ def _product(mine: Tensor, other: Tensor) -> Tensor:
     return mine * other if torch.is_grad_enabled() else mine.mul_(other)
 
 
-def _computed(native: Callable[..., Tensor | None], chain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Returns what a kernel of ours computes of the inputs, or the chain of operators if there is none.
-
-    The bits are the same with gradients and without. Gradients are the chain's, which is computed again for them.
-    """
-    found = native(*inputs)
-    if found is None:
-        return chain(*inputs)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        found = _WithSlopes.apply(found, chain, *inputs)
-    return found
-
-
-class _WithSlopes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, found: Tensor, chain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs)
-        ctx.chain = chain
-        return found.view_as(found)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
-            out = ctx.chain(*leaves)
-        wanted = [x for x in leaves if x.requires_grad]
-        slopes = iter(torch.autograd.grad(out, wanted, grad))
-        return None, None, *(next(slopes) if x.requires_grad else None for x in leaves)
-
-
 def _made_for(trunk: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     """Yields modules of the trunk, each with a function that computes the same."""
     for module in trunk.modules():
@@ -142,7 +111,7 @@ def _made_for(trunk: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
             yield module, gated
         elif _rotates_as_known(own) and _rotations_agree():
             yield module, _with_rotated(own)
-        elif own is type(module).forward and linear.replacement(module) is not None and linear.is_faster():
+        elif own is type(module).forward and linear.replacement(module) is not None:
             yield module, linear.replacement(module)  # tensor parallelism gives layers a forward of their own
 
 

@@ -12,9 +12,9 @@ planned and copied. The caller waits when it reads a number of the result.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from guerdon.engine.fewer_passes import FewerPasses
 from guerdon.engine.layers import LastLayer, watch_layers
 from guerdon.engine.microbatches import Batcher, MicroBatch, to_device
 from guerdon.engine.packing import Span, indices
+from guerdon.engine.row_products import RowProducts
 
 MAX_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 
@@ -67,6 +68,7 @@ class Forward(Fallback):
         self.length_classes = self.batcher.length_classes
         self._last_layer = LastLayer(self.trunk)
         self._fewer_passes = FewerPasses(self.trunk) if self.device.type == "cpu" else None
+        self._by_rows = False
         self.path, self.info = "single", loaded.info
 
     # ------------------------------------------------------------------------------- rows -> hidden states
@@ -106,6 +108,7 @@ class Forward(Fallback):
             with (
                 registry.attending(batch.packed, self._last_layer.queries(batch.read)),
                 self._last_layer.only(read),
+                RowProducts() if self._by_rows else contextlib.nullcontext(),
             ):
                 hidden = self.run_trunk(**inputs).last_hidden_state.flatten(0, 1)
             states = HiddenStates(hidden, batch.rows, batch.spans, batch.last, read)
@@ -150,8 +153,9 @@ class Forward(Fallback):
         self.trunk.set_attn_implementation(registry.NAME if packed else self._plain_attention)
         if self._fewer_passes is not None:
             self._fewer_passes.use(packed)
+            self._by_rows = packed
 
-    @contextmanager
+    @contextlib.contextmanager
     def plain_attention(self) -> Iterator[None]:
         """Runs the trunk as transformers does inside the context, for `generate` and the like."""
         self.use("single")
@@ -160,11 +164,11 @@ class Forward(Fallback):
         finally:
             self.use(self.path)
 
-    def no_gradients(self) -> AbstractContextManager[Any]:
+    def no_gradients(self) -> contextlib.AbstractContextManager[Any]:
         """Disables gradients inside the context; use it in place of PyTorch's own, which FSDP does not survive."""
         return self._fsdp.no_gradients()
 
-    def gathered(self) -> AbstractContextManager[None]:
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
         """Collective; gathers the weights of this rank's part of the model inside the context.
 
         The rank may run any number of forwards without gradients then, whatever other data-parallel ranks do.

@@ -131,16 +131,24 @@ class Batcher:
 
     def _packed(self, path: str, rows: list[np.ndarray], limits: list[int | None], budget: int) -> Iterator[MicroBatch]:
         for batch in pack(rows, budget=budget, share=path == "packed+shared", limits=limits):
+            if batch.num_tokens == 1:
+                # Its only row again beside it: PyTorch computes some functions of a single token with other bits.
+                own = batch.rows[0]
+                (twice,) = pack([rows[own]] * 2, budget=2, share=False)
+                twice.rows, twice.spans, twice.last = [own], twice.spans[:1], twice.last[:1]
+                yield self._of_packed(twice)
+                continue
             if batch.num_tokens <= self._most_tokens or len(batch.rows) == 1:
-                yield self._of_packed(batch, batch.rows)
+                yield self._of_packed(batch)
                 continue
             for i in batch.rows:
                 (alone,) = pack([rows[i]], budget=budget, share=False)
-                yield self._of_packed(alone, [i])
+                alone.rows = [i]
+                yield self._of_packed(alone)
 
-    def _of_packed(self, batch: PackedBatch, rows: list[int]) -> MicroBatch:
+    def _of_packed(self, batch: PackedBatch) -> MicroBatch:
         return MicroBatch(
-            batch.tokens, rows, batch.spans, batch.last, positions=self._positions(batch), packed=batch
+            batch.tokens, batch.rows, batch.spans, batch.last, positions=self._positions(batch), packed=batch
         )  # fmt: skip
 
     def _positions(self, batch: PackedBatch) -> np.ndarray:

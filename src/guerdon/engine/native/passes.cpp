@@ -43,18 +43,43 @@ INLINE vf gelu(vf x) {  // by tanh: (1 + tanh z) / 2 is the logistic function of
     return x * logistic(splat(1.59576912161f) * (x + splat(0.044715f) * x * x * x));
 }
 
+INLINE vf gelu_by_erf(vf x) {
+    vf size = x < splat(0.0f) ? -x : x, t = splat(1.0f) / (splat(1.0f) + splat(0.28284271247f) * size);
+    vf p = splat(-2.1027494371e-02f);  // interpolates exp(x^2 / 2) (1 - erf(|x| / sqrt 2)) / 2
+    p = p * t + splat(1.3503424733e-01f);
+    p = p * t + splat(-3.4070147282e-01f);
+    p = p * t + splat(4.0698259153e-01f);
+    p = p * t + splat(-2.6605140436e-01f);
+    p = p * t + splat(2.1250372283e-01f);
+    p = p * t + splat(3.3135729784e-02f);
+    p = p * t + splat(1.1616376492e-01f);
+    p = p * t + splat(1.1096308389e-01f);
+    p = p * t + splat(1.1300370476e-01f);
+    p = p * t + splat(-6.4736386018e-06f);
+    vf tail = p * exp2_of(size * size * splat(-0.72134752044f));
+    return x * (x < splat(0.0f) ? tail : splat(1.0f) - tail);
+}
+INLINE vf activation(vf x, int64_t kind) {
+    switch (kind) {
+        case 0: return silu(x);
+        case 1: return gelu(x);
+        case 2: return gelu_by_erf(x);
+        default: return logistic(x);
+    }
+}
+
 template <class T>
 static void gate_rows(const void *gate, const void *up, void *out, int64_t rows, int64_t width, int64_t gate_stride,
-                      int64_t up_stride, int64_t is_gelu, int64_t threads) {
+                      int64_t up_stride, int64_t kind, int64_t threads) {
     typedef typename T::type N;
 #pragma omp parallel for schedule(static) num_threads((int)threads) if (rows * width > FEWEST)
     for (int64_t r = 0; r < rows; r++) {
-        const N *g = (const N *)gate + r * gate_stride, *u = (const N *)up + r * up_stride;
+        const N *g = (const N *)gate + r * gate_stride, *u = up ? (const N *)up + r * up_stride : g;
         N *to = (N *)out + r * width;
         for (int64_t i = 0; i < width; i += VW) {
             vf x = get_some<T>(g + i, width - i);
-            vf y = T::rounded(is_gelu ? gelu(x) : silu(x));
-            put_some<T>(to + i, y * get_some<T>(u + i, width - i), width - i);
+            vf y = T::rounded(activation(x, kind));
+            put_some<T>(to + i, up ? y * get_some<T>(u + i, width - i) : y, width - i);
         }
     }
 }
@@ -89,10 +114,10 @@ void norm(const void *x, const void *weight, void *out, int64_t rows, int64_t wi
     BY_DTYPE(dtype, norm_rows<T>(x, weight, out, rows, width, stride, epsilon, threads))
 }
 
-// SiLU or GELU of the gate, times `up`.
+// SiLU, GELU by tanh, GELU or the logistic function of the gate, by `kind`, times `up` unless that is null.
 void gated(const void *gate, const void *up, void *out, int64_t rows, int64_t width, int64_t gate_stride,
-           int64_t up_stride, int64_t is_gelu, int64_t dtype, int64_t threads) {
-    BY_DTYPE(dtype, gate_rows<T>(gate, up, out, rows, width, gate_stride, up_stride, is_gelu, threads))
+           int64_t up_stride, int64_t kind, int64_t dtype, int64_t threads) {
+    BY_DTYPE(dtype, gate_rows<T>(gate, up, out, rows, width, gate_stride, up_stride, kind, threads))
 }
 
 // The rotary embedding of [T][H][D] by cosines and sines [T][D]; out is contiguous.

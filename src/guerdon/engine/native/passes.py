@@ -1,16 +1,20 @@
-"""Norms, gated activations and rotary embeddings in one pass over memory each, by our own kernels for CPUs.
+"""Norms, activations and rotary embeddings in one pass over memory each, by our own kernels for CPUs.
 
-Every function returns None if the kernels are missing or do not take these tensors: the caller computes it then. The
-kernels round where transformers does.
+Each of these functions returns None if the kernels are missing or do not take the tensors: the caller computes it then.
+The kernels round where transformers does. A row's bits depend on its own numbers alone: PyTorch's activations compute a
+few numbers by other code, and which ones depends on the number of rows and of threads.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from ctypes import CDLL, c_float, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from guerdon.engine.native.library import DTYPES, kernels
 
@@ -30,8 +34,12 @@ def norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor | None:
     return out
 
 
-def gated(gate: Tensor, up: Tensor, *, is_gelu: bool) -> Tensor | None:
-    """Returns SiLU of the gate `[*,I]`, or its GELU by tanh, times `up`; in place of the gate without gradients."""
+SILU, GELU_BY_TANH, GELU, SIGMOID = range(4)
+"""The activations that there are."""
+
+
+def gated(gate: Tensor, up: Tensor, kind: int) -> Tensor | None:
+    """Returns the activation of the gate `[*,I]` times `up`; in place of the gate without gradients."""
     library = _library(gate, up)
     if library is None:
         return None
@@ -40,7 +48,21 @@ def gated(gate: Tensor, up: Tensor, *, is_gelu: bool) -> Tensor | None:
     out = gate if in_place else torch.empty(gate.shape, dtype=gate.dtype)
     library.gated(
         gates.data_ptr(), ups.data_ptr(), out.data_ptr(), len(gates), gate.shape[-1], gates.stride(0), ups.stride(0),
-        is_gelu, DTYPES[gate.dtype], torch.get_num_threads(),
+        kind, DTYPES[gate.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def activated(x: Tensor, kind: int) -> Tensor | None:
+    """Returns the activation of `[*,I]`."""
+    library = _library(x)
+    if library is None or not x.dim():
+        return None
+    rows = _rows(x)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    library.gated(
+        rows.data_ptr(), None, out.data_ptr(), len(rows), x.shape[-1], rows.stride(0), 0, kind, DTYPES[x.dtype],
+        torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -58,6 +80,37 @@ def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor | None:
         x.stride(1), size, DTYPES[x.dtype], torch.get_num_threads(),
     )  # fmt: skip
     return out.transpose(0, 1)[None]
+
+
+def computed(native: Callable[..., Tensor | None], chain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Returns what a kernel of ours computes of the inputs, or the chain of operators if there is none.
+
+    The bits are the same with gradients and without. Gradients are the chain's, which is computed again for them.
+    """
+    found = native(*inputs)
+    if found is None:
+        return chain(*inputs)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        found = _WithSlopes.apply(found, chain, *inputs)
+    return found
+
+
+class _WithSlopes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, chain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.chain = chain
+        return found.view_as(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
+            out = ctx.chain(*leaves)
+        wanted = [x for x in leaves if x.requires_grad]
+        slopes = iter(torch.autograd.grad(out, wanted, grad))
+        return None, None, *(next(slopes) if x.requires_grad else None for x in leaves)
 
 
 def _library(*tensors: Tensor) -> CDLL | None:
