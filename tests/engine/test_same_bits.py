@@ -75,6 +75,7 @@ def test_rewards(name: str, dtype: str, tmp_path: Path) -> None:
 
     scorer = make(4096)
     assert scorer.info.path.startswith("packed"), scorer.info.why
+    assert scorer.same_bits and "same bits in any batch" in scorer.info.proofs, scorer.info.proofs
     assert_same_bits(make, [Sequence(row) for row in [*zoo.rows(1), np.array([7])]])
 
 

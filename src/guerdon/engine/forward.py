@@ -30,7 +30,7 @@ from guerdon.engine.microbatches import Batcher, MicroBatch, to_device
 from guerdon.engine.packing import Span, indices
 from guerdon.engine.row_products import RowProducts
 
-MAX_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
+MAX_BATCH_TOKENS = {"cpu": 8192, "cuda": 16384}
 
 
 @dataclass(slots=True)
@@ -53,7 +53,10 @@ class HiddenStates:
 
 
 class Forward(Fallback):
-    """Runs one loaded trunk; `info` says by which path and why."""
+    """Runs one loaded trunk; `info` says by which path and why.
+
+    `same_bits` says whether a row's states have the same bits in any batch, as on CPUs with kernels of our own.
+    """
 
     def __init__(self, loaded: LoadedTrunk) -> None:
         """Runs the trunk by the path `single`, until `self_check.choose_path` has found a better one."""
@@ -69,6 +72,7 @@ class Forward(Fallback):
         self._last_layer = LastLayer(self.trunk)
         self._fewer_passes = FewerPasses(self.trunk) if self.device.type == "cpu" else None
         self._by_rows = False
+        self.same_bits = False
         self.path, self.info = "single", loaded.info
 
     # ------------------------------------------------------------------------------- rows -> hidden states

@@ -25,10 +25,11 @@ def sorted_by_prefix(rows: list[np.ndarray], limits: list[int | None] | None) ->
     return order, shared
 
 
-def cut(rows: list[np.ndarray], order: list[int], shared: list[int], budget: int) -> Iterator[list[int]]:
+def cut(rows: list[np.ndarray], order: list[int], shared: list[int], budget: int, most: int) -> Iterator[list[int]]:
     """Yields runs of indices into `order`, each within the budget; cuts a group only if it must.
 
-    A shared prefix counts at most half the budget, so that a long prompt keeps its responses together.
+    A shared prefix counts at most half the budget, so that a long prompt keeps its responses together. A run that ends
+    with a whole group, or its rest, may have up to `most` tokens: another one would compute the prefix again.
     """
 
     def cost(i: int, first: int) -> int:
@@ -46,11 +47,13 @@ def cut(rows: list[np.ndarray], order: list[int], shared: list[int], budget: int
         if part and size + sum(cost(i, start) for i in range(start, stop)) > budget:
             yield part
             part, size = [], 0
-        first = start
+        first, takes_rest = start, False
         for i in range(start, stop):
-            if part and size + cost(i, first) > budget:
-                yield part
-                part, size, first = [], 0, i
+            if part and not takes_rest and size + cost(i, first) > budget:
+                takes_rest = size + sum(cost(j, first) for j in range(i, stop)) <= most
+                if not takes_rest:
+                    yield part
+                    part, size, first = [], 0, i
             part.append(i)
             size += cost(i, first)
         start = stop

@@ -252,6 +252,18 @@ def candidates(need: Need) -> list[AttentionForm]:
 
 
 _skipped: ContextVar[dict[str, str] | None] = ContextVar("guerdon_skipped", default=None)
+_chosen: ContextVar[set[str] | None] = ContextVar("guerdon_chosen", default=None)
+
+
+@contextmanager
+def noting_chosen() -> Iterator[set[str]]:
+    """Yields a set of the forms chosen inside the context."""
+    noted: set[str] = set()
+    token = _chosen.set(noted)
+    try:
+        yield noted
+    finally:
+        _chosen.reset(token)
 
 
 @contextmanager
@@ -268,9 +280,10 @@ def noting_skipped() -> Iterator[dict[str, str]]:
 def choose_form(need: Need) -> AttentionForm:
     """Returns the first form that supports the need and, on a GPU, has passed its check."""
     form, failures = _choose_form(need)
-    noted = _skipped.get()
-    if noted is not None:
+    if (noted := _skipped.get()) is not None:
         noted.update(failures)
+    if (chosen := _chosen.get()) is not None:
+        chosen.add(form.name)
     return form
 
 
