@@ -135,8 +135,8 @@ class Batcher:
                 yield MicroBatch(row, [i], [((0, len(row)),)], np.array([len(row) - 1]))
 
     def _packed(self, path: str, rows: list[np.ndarray], limits: list[int | None], budget: int) -> Iterator[MicroBatch]:
-        whole = WHOLE_GROUP if self._on_cpu and not torch.is_grad_enabled() else 1
-        for batch in pack(rows, budget=budget, share=path == "packed+shared", limits=limits, whole_group=whole):
+        most = min(WHOLE_GROUP * budget, self._most_tokens) if self._on_cpu and not torch.is_grad_enabled() else budget
+        for batch in pack(rows, budget=budget, share=path == "packed+shared", limits=limits, most=most):
             if batch.num_tokens == 1:
                 # Its only row again beside it: PyTorch computes some functions of a single token with other bits.
                 own = batch.rows[0]

@@ -127,18 +127,19 @@ def pack(
     budget: int,
     share: bool,
     limits: list[int | None] | None = None,
-    whole_group: int = 1,
+    most: int = 0,
 ) -> Iterator[PackedBatch]:
     """Packs non-empty rows of ids into batches of at most about `budget` computed tokens.
 
     A row longer than the budget becomes a batch of its own, unless other rows share its prefix. With `share`, rows with
-    a common prefix are adjacent and the prefix is stored once; a group that exceeds the budget `whole_group` times
-    stores it once in each of its batches. Tokens that two rows share beyond their group's prefix count as shared even
-    if they are too few to be stored once: a batch may exceed the budget by less than MIN_SHARED tokens a row. `limits`
-    bounds how many tokens of each row may be shared (its prompt's length), None if unknown.
+    a common prefix are adjacent and the prefix is stored once; a group that exceeds the budget stores it once in each
+    of its batches, and what ends with the group may have up to `most` tokens instead. Tokens that two rows share beyond
+    their group's prefix count as shared even if they are too few to be stored once: a batch may exceed the budget by
+    less than MIN_SHARED tokens a row. `limits` bounds how many tokens of each row may be shared (its prompt's length),
+    None if unknown.
     """
     order, shared = sorted_by_prefix(rows, limits) if share else (list(range(len(rows))), [0] * len(rows))
-    for part in cut(rows, order, shared, budget, whole_group * budget):
+    for part in cut(rows, order, shared, budget, max(budget, most)):
         # The first row of a batch has nothing before it to share a prefix with.
         builder = _Builder(rows, [order[i] for i in part], [0, *(shared[i] for i in part[1:])])
         builder.store(0, len(part))
