@@ -126,3 +126,24 @@ def test_values_of_every_token(kind: str, tmp_path: Path) -> None:
         return build_scorer(ModelConfig(model=folder, max_batch_tokens=budget))
 
     assert_same_bits(make, [Sequence(row) for row in zoo.rows(4)])
+
+
+def test_only_models_with_products_of_their_own_are_looked_at_for_them(tmp_path: Path) -> None:
+    llama = build_scorer(ModelConfig(model=str(zoo.checkpoint("llama", tmp_path / "llama"))))
+    mixtral = build_scorer(ModelConfig(model=str(zoo.checkpoint("mixtral", tmp_path / "mixtral"))))
+    assert mixtral._by_rows and not llama._by_rows
+
+
+def test_a_model_that_cannot_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(zoo.checkpoint("llama", tmp_path))
+    monkeypatch.setattr("guerdon.engine.independence.find", lambda: (None, "no compiler"))
+    scorer = build_scorer(ModelConfig(model=folder))
+    assert not scorer.same_bits and "bits may change with the batch: no compiler" in scorer.info.proofs
+    monkeypatch.undo()
+    plain = torch.nn.functional.linear
+    monkeypatch.setattr("guerdon.engine.linear.product", plain)  # of any number of rows, by MKL
+    monkeypatch.setattr("guerdon.engine.row_products.product", plain)
+    monkeypatch.setattr("guerdon.engine.fewer_passes.linear.REPLACEMENTS", {})
+    scorer = build_scorer(ModelConfig(model=folder))
+    (said,) = [proof for proof in scorer.info.proofs if "bits" in proof]
+    assert not scorer.same_bits and "sequences have others in another one" in said

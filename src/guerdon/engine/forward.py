@@ -71,7 +71,7 @@ class Forward(Fallback):
         self.length_classes = self.batcher.length_classes
         self._last_layer = LastLayer(self.trunk)
         self._fewer_passes = FewerPasses(self.trunk) if self.device.type == "cpu" else None
-        self._by_rows = False
+        self._row_products, self._by_rows = RowProducts(), False
         self.same_bits = False
         self.path, self.info = "single", loaded.info
 
@@ -112,7 +112,7 @@ class Forward(Fallback):
             with (
                 registry.attending(batch.packed, self._last_layer.queries(batch.read)),
                 self._last_layer.only(read),
-                RowProducts() if self._by_rows else contextlib.nullcontext(),
+                self._row_products if self._by_rows else contextlib.nullcontext(),
             ):
                 hidden = self.run_trunk(**inputs).last_hidden_state.flatten(0, 1)
             states = HiddenStates(hidden, batch.rows, batch.spans, batch.last, read)
@@ -157,7 +157,8 @@ class Forward(Fallback):
         self.trunk.set_attn_implementation(registry.NAME if packed else self._plain_attention)
         if self._fewer_passes is not None:
             self._fewer_passes.use(packed)
-            self._by_rows = packed
+            # Once the self-check has run, models without products of their own need not look for them.
+            self._by_rows = packed and (self._row_products.caught or not self.path.startswith("packed"))
 
     @contextlib.contextmanager
     def plain_attention(self) -> Iterator[None]:
