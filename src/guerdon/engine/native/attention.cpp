@@ -305,7 +305,9 @@ static void attend(const Attention *a, const Sizes *sizes, const float *panels, 
     for (int64_t r = 0; r < num; r++) {
         int64_t h = head * group + r % group, token = tokens[r / group];
         write_row<T>(a, h, token, room.out + r * width, 1.0f / room.total[r]);
-        if (a->lse) a->lse[h * a->tokens + token] = (room.largest[r] + log2f(room.total[r])) * 0.69314718056f;
+        if (a->lse)
+            a->lse[h * a->tokens + token] =
+                (float)((room.largest[r] + log2((double)room.total[r])) * 0.6931471805599453);
     }
 }
 
