@@ -80,6 +80,7 @@ BANNED = {  # path prefix: modules that it must not import
     ),
     "server/sums.py": {"concurrent", "threading", "time"},
     "engine/checkpoint/text.py": {"torch"},
+    "engine/grouping.py": TORCH,
     "engine/packing.py": TORCH,
 }
 

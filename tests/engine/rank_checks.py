@@ -110,7 +110,8 @@ def _logprobs(
         for members, table, _ in engine.logprobs(rows, starts, 0.7):
             for member, row in zip(members, table, strict=True):
                 again[member] = row[: len(rows[member]) - starts[member]].numpy()
-    assert all(np.abs(a - b).max() < 1e-6 for a, b in zip(made, again, strict=True))
+    # Tensor-parallel layers multiply by other code with gradients than without.
+    assert all(np.abs(a - b).max() < 1e-6 * max(1, np.abs(a).max()) for a, b in zip(made, again, strict=True))
     return made, found
 
 

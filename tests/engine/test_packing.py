@@ -89,3 +89,18 @@ def test_a_prompt_longer_than_the_budget_keeps_its_responses() -> None:
     rows = [np.concatenate([np.arange(500), np.full(20, 1000 + i)]) for i in range(8)]
     (batch,) = pack(rows, budget=400, share=True)
     assert batch.num_tokens == 500 + 8 * 20
+
+
+def test_a_group_may_exceed_the_budget_to_store_its_prompt_once() -> None:
+    rows = [np.concatenate([np.arange(40), np.full(10, 60 + i)]) for i in range(6)]
+    assert [b.num_tokens for b in pack(rows, budget=80, share=True, most=160)] == [100]
+    many = [np.concatenate([np.arange(40), np.full(10, 60 + i)]) for i in range(30)]
+    sizes = [b.num_tokens for b in pack(many, budget=80, share=True, most=160)]
+    assert max(sizes) <= 160 and sizes[0] <= 80 and sizes[-1] > 80
+    others = [np.full(30, 100), *rows, np.full(30, 200)]
+    assert [b.num_tokens for b in pack(others, budget=80, share=True, most=160)] == [100, 60]
+
+
+def test_rows_that_share_nothing_keep_to_the_budget() -> None:
+    rows = [np.full(50, i) for i in range(4)]
+    assert [b.num_tokens for b in pack(rows, budget=80, share=True, most=160)] == [50] * 4

@@ -70,10 +70,14 @@ def _examine_adapter(model: str, adapter: str) -> Iterator[Finding]:
 
 def _examine_proofs(model: str, proofs: tuple[str, ...]) -> Iterator[Finding]:
     from guerdon.engine.checkpoint.template_check import CHANGES, REMEDY
+    from guerdon.engine.independence import OTHER_BITS
 
     for proof in proofs:
         if proof.endswith(CHANGES):
             yield note(f"{model}, template", proof, REMEDY)
+        elif proof.startswith(OTHER_BITS):
+            remedy = "--deterministic computes each sequence alone; with a C++ compiler guerdon is faster, too"
+            yield note(f"{model}, bits", proof, remedy)
         else:
             yield ok(f"{model}, proved", proof)
 

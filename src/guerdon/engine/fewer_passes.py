@@ -1,8 +1,8 @@
 """Replaces a trunk's modules by faster ones, for CPUs: norms, rotary embeddings and feed-forwards in fewer passes.
 
 transformers writes them as chains of operators, each of which reads and writes all of a batch's states. The functions
-here need about half as many passes, in place if no gradients are taken, with the same rounding in both cases. Linear
-layers are replaced as `linear` says.
+here need one pass each by the kernels in `native`, and without these about half as many, in place if no gradients are
+taken. The rounding is the same with gradients and without. Linear layers are replaced as `linear` says.
 
 Modules are recognised by their code: many architectures have Llama's, word for word. A check on Llama's own modules
 shows whether the replacements still compute the same; if not, and for all other code, transformers' own stays in use.
@@ -23,10 +23,13 @@ from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama as known
 
 from guerdon.engine import linear
+from guerdon.engine.native import passes
 
 _ROTARY = "apply_rotary_pos_emb"
 _TOLERANCE = 1e-5
 """Largest accepted difference from transformers' code in float32, relative to the largest output."""
+_WIDTH = 78
+"""Of the numbers that they are compared with: whole vectors of every processor, and a rest."""
 
 
 class FewerPasses:
@@ -45,21 +48,40 @@ class FewerPasses:
 
 def norm(self: Any, states: Tensor) -> Tensor:
     """Llama's RMSNorm, computed in float32 for states of any dtype."""
-    square = torch.linalg.vector_norm(states, dim=-1, keepdim=True, dtype=torch.float32).square()
-    factor = torch.rsqrt(square / states.shape[-1] + self.variance_epsilon)
-    return _product((states * factor).to(states.dtype), self.weight)
+    epsilon = self.variance_epsilon
+
+    def chain(states: Tensor, weight: Tensor) -> Tensor:
+        square = torch.linalg.vector_norm(states, dim=-1, keepdim=True, dtype=torch.float32).square()
+        factor = torch.rsqrt(square / states.shape[-1] + epsilon)
+        return _product((states * factor).to(states.dtype), weight)
+
+    return passes.computed(lambda states, weight: passes.norm(states, weight, epsilon), chain, states, self.weight)
 
 
 def gated(self: Any, x: Tensor) -> Tensor:
     """Llama's feed-forward."""
-    gate = F.silu(self.gate_proj(x), inplace=not torch.is_grad_enabled())
-    return self.down_proj(_product(gate, self.up_proj(x)))
+    is_gelu = isinstance(self.act_fn, _GELU)
+    kind = passes.GELU_BY_TANH if is_gelu else passes.SILU
+
+    def chain(gate: Tensor, up: Tensor) -> Tensor:
+        if is_gelu:
+            return _product(F.gelu(gate, approximate="tanh"), up)
+        return _product(F.silu(gate, inplace=not torch.is_grad_enabled()), up)
+
+    both = self.gate_proj(x), self.up_proj(x)
+    return self.down_proj(passes.computed(lambda gate, up: passes.gated(gate, up, kind), chain, *both))
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Llama's rotary embedding of queries and keys."""
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+    def chain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return _rotated(x, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
+
+    def native(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
+        return passes.rotated(x, cos, sin) if unsqueeze_dim == 1 else None
+
+    return passes.computed(native, chain, q, cos, sin), passes.computed(native, chain, k, cos, sin)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -85,15 +107,16 @@ def _made_for(trunk: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
             own = type(module).forward
         if _same_code(own, known.LlamaRMSNorm.forward) and _norms_agree():
             yield module, norm
-        elif _same_code(own, known.LlamaMLP.forward) and isinstance(module.act_fn, _SILU) and _gated_agree():
+        elif _same_code(own, known.LlamaMLP.forward) and isinstance(module.act_fn, (*_SILU, *_GELU)) and _gated_agree():
             yield module, gated
         elif _rotates_as_known(own) and _rotations_agree():
             yield module, _with_rotated(own)
-        elif own is type(module).forward and linear.replacement(module) is not None and linear.is_faster():
+        elif own is type(module).forward and linear.replacement(module) is not None:
             yield module, linear.replacement(module)  # tensor parallelism gives layers a forward of their own
 
 
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
+_GELU = (type(ACT2FN["gelu_pytorch_tanh"]),)
 _OURS: set[Any] = {norm, gated, *linear.REPLACEMENTS.values()}
 
 
@@ -132,24 +155,28 @@ def _same_code(one: Any, other: Any) -> bool:
 
 @functools.cache
 def _norms_agree() -> bool:
-    module = known.LlamaRMSNorm(8, eps=0.1)
-    module.weight.data = torch.linspace(-1, 2, 8)
-    return _agree(known.LlamaRMSNorm.forward, norm, module, _numbers(3, 8))
+    module = known.LlamaRMSNorm(_WIDTH, eps=0.1)
+    module.weight.data = torch.linspace(-1, 2, _WIDTH)
+    return _agree(known.LlamaRMSNorm.forward, norm, module, _numbers(3, _WIDTH))
 
 
 @functools.cache
 def _gated_agree() -> bool:
-    with torch.random.fork_rng(devices=[]):  # initialising it must not advance the run's random state
-        module = known.LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=16, mlp_bias=True))
-    for parameter in module.parameters():
-        parameter.data = _numbers(*parameter.shape)
-    return _agree(known.LlamaMLP.forward, gated, module, _numbers(1, 3, 32))
+    agree = True
+    for name in ("silu", "gelu_pytorch_tanh"):
+        with torch.random.fork_rng(devices=[]):  # initialising it must not advance the run's random state
+            config = LlamaConfig(hidden_size=32, intermediate_size=_WIDTH, mlp_bias=True, hidden_act=name)
+            module = known.LlamaMLP(config)
+        for parameter in module.parameters():
+            parameter.data = _numbers(*parameter.shape)
+        agree &= _agree(known.LlamaMLP.forward, gated, module, _numbers(1, 3, 32))
+    return agree
 
 
 @functools.cache
 def _rotations_agree() -> bool:
-    q, k, cos, sin = _numbers(1, 4, 3, 8), _numbers(1, 2, 3, 8), _numbers(1, 3, 8), _numbers(1, 3, 8)
-    return _agree(known.apply_rotary_pos_emb, rotated, q, k, cos, sin)
+    shapes = ((1, 4, 3, _WIDTH), (1, 2, 3, _WIDTH), (1, 3, _WIDTH), (1, 3, _WIDTH))
+    return _agree(known.apply_rotary_pos_emb, rotated, *(_numbers(*shape) for shape in shapes))
 
 
 def _agree(own: Any, made: Any, *inputs: Any) -> bool:

@@ -12,9 +12,9 @@ planned and copied. The caller waits when it reads a number of the result.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,9 @@ from guerdon.engine.fewer_passes import FewerPasses
 from guerdon.engine.layers import LastLayer, watch_layers
 from guerdon.engine.microbatches import Batcher, MicroBatch, to_device
 from guerdon.engine.packing import Span, indices
+from guerdon.engine.row_products import RowProducts
 
-MAX_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
+MAX_BATCH_TOKENS = {"cpu": 8192, "cuda": 16384}
 
 
 @dataclass(slots=True)
@@ -52,7 +53,10 @@ class HiddenStates:
 
 
 class Forward(Fallback):
-    """Runs one loaded trunk; `info` says by which path and why."""
+    """Runs one loaded trunk; `info` says by which path and why.
+
+    `same_bits` says whether a row's states have the same bits in any batch, as on CPUs with kernels of our own.
+    """
 
     def __init__(self, loaded: LoadedTrunk) -> None:
         """Runs the trunk by the path `single`, until `self_check.choose_path` has found a better one."""
@@ -67,6 +71,8 @@ class Forward(Fallback):
         self.length_classes = self.batcher.length_classes
         self._last_layer = LastLayer(self.trunk)
         self._fewer_passes = FewerPasses(self.trunk) if self.device.type == "cpu" else None
+        self._row_products, self._by_rows = RowProducts(), False
+        self.same_bits = False
         self.path, self.info = "single", loaded.info
 
     # ------------------------------------------------------------------------------- rows -> hidden states
@@ -106,6 +112,7 @@ class Forward(Fallback):
             with (
                 registry.attending(batch.packed, self._last_layer.queries(batch.read)),
                 self._last_layer.only(read),
+                self._row_products if self._by_rows else contextlib.nullcontext(),
             ):
                 hidden = self.run_trunk(**inputs).last_hidden_state.flatten(0, 1)
             states = HiddenStates(hidden, batch.rows, batch.spans, batch.last, read)
@@ -150,8 +157,10 @@ class Forward(Fallback):
         self.trunk.set_attn_implementation(registry.NAME if packed else self._plain_attention)
         if self._fewer_passes is not None:
             self._fewer_passes.use(packed)
+            # Once the self-check has run, models without products of their own need not look for them.
+            self._by_rows = packed and (self._row_products.caught or not self.path.startswith("packed"))
 
-    @contextmanager
+    @contextlib.contextmanager
     def plain_attention(self) -> Iterator[None]:
         """Runs the trunk as transformers does inside the context, for `generate` and the like."""
         self.use("single")
@@ -160,11 +169,11 @@ class Forward(Fallback):
         finally:
             self.use(self.path)
 
-    def no_gradients(self) -> AbstractContextManager[Any]:
+    def no_gradients(self) -> contextlib.AbstractContextManager[Any]:
         """Disables gradients inside the context; use it in place of PyTorch's own, which FSDP does not survive."""
         return self._fsdp.no_gradients()
 
-    def gathered(self) -> AbstractContextManager[None]:
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
         """Collective; gathers the weights of this rank's part of the model inside the context.
 
         The rank may run any number of forwards without gradients then, whatever other data-parallel ranks do.

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from guerdon.core import Score, Sequence
 from guerdon.engine.fsdp import NOT_SHARDED, Fsdp, shallow_copy
-from guerdon.engine.linear import with_faster_product
+from guerdon.engine.linear import with_row_products
 from guerdon.engine.microbatches import to_device
+from guerdon.engine.row_products import RowProducts
 from guerdon.errors import CheckpointError, SampleFailed
 
 Pooling = Literal["last", "last_non_pad", "first", "mean", "first_eos"]
@@ -80,7 +81,7 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns raw outputs, float32 `[N,A]`, for hidden states `[N,H]` of any dtype."""
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False), RowProducts():
             return self.module(hidden.float())
 
     def merged(self, outputs: Tensor) -> Tensor:
@@ -233,10 +234,11 @@ class OutputHead:
         # Copy at each call: adapters may have replaced modules since. The copy shares modules and parameters.
         model = self._fsdp.below_root(self._model)
         model._modules = {
-            name: self._stand_in(child) if name == self._name else with_faster_product(child)
+            name: self._stand_in(child) if name == self._name else with_row_products(child)
             for name, child in self._model._modules.items()
         }
-        return model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        with RowProducts():
+            return model(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def _stand_in(self, module: Any) -> Any:
         passes = shallow_copy(module)

@@ -4,7 +4,7 @@ A tolerance cannot prove it: in bfloat16 rounding is larger than what a recurren
 carries from one row into the next. So the same batch is computed twice, with the same shapes and other contents in some
 places. All other states must be equal in bits, because their arithmetic is the same. Experts may take other numbers of
 tokens and round differently, so that a difference counts as a dependence only if it has a gradient, which is exactly
-zero without one.
+zero without one. On a CPU it also compares the bits of a row in batches of other shapes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from guerdon.core import MIN_SHARED
+from guerdon.engine.attention import forms
 from guerdon.engine.forward import Forward, HiddenStates
 from guerdon.engine.microbatches import MicroBatch
+from guerdon.engine.native.library import find
 
 _LEAF = 5
 """Tokens of a row behind its prompt: a state that is carried from row to row is strongest at their beginning."""
@@ -125,6 +127,55 @@ def _leaf(forward: Forward) -> int:
     return min(_LEAF, forward.info.max_length or _LEAF)
 
 
+# -------------------------------------------------------------------------------------------------- the same bits
+
+SAME_BITS = "same bits in any batch"
+OTHER_BITS = "bits may change with the batch"
+
+
+def bits_in_any_batch(forward: Forward, path: str, rows: list[np.ndarray]) -> str:
+    """Returns why a row's states may have other bits in another batch, empty if they have the same; for CPUs.
+
+    Compares the rows in one batch with the same unshared, with some of them in another order, and with each alone. The
+    path's attention must be in use.
+    """
+    if not path.startswith("packed"):
+        return ""
+    library, why = find()
+    if library is None:
+        return why
+    if forward.ranks.is_sharded:
+        return "ranks that share the weights sum in an order of their own"
+
+    def states(some: list[int], how: str) -> dict[int, Tensor]:
+        own = forward.seen([rows[i] for i in some], how)
+        found: dict[int, Tensor] = {}
+        budget = max(forward.max_batch_tokens, sum(map(len, own)))
+        for batch in forward.batcher.plan(how, own, [None] * len(own), budget):
+            batch.read = forward.read_indices(batch, own)
+            read = forward.readable(next(iter(forward.run([batch]))), own)
+            found |= {some[row]: state for row, state in zip(batch.rows, read, strict=True)}
+        return found
+
+    everything = list(range(len(rows)))
+    with forward.no_gradients(), forms.noting_chosen() as chosen:
+        want = states(everything, path)
+        others = [
+            states(everything, "packed"),
+            states(everything[::-2], path),
+            *(states([i], path) for i in everything),
+        ]
+    if chosen != {forms.NATIVE.name}:
+        return f"attention by {', '.join(sorted(chosen - {forms.NATIVE.name}))}"
+    different = {i for other in others for i, state in other.items() if not same_bits(state, want[i])}
+    return f"{len(different)} of {len(rows)} sequences have others in another one" if different else ""
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether all numbers are equal, or NaN in both."""
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
 # ----------------------------------------------------------------------------------------------- later tokens
 
 
@@ -160,7 +211,7 @@ def largest_change(got: Tensor, want: Tensor) -> float:
 
     Numbers that are NaN in both do not differ.
     """
-    if ((got == want) | (got.isnan() & want.isnan())).all():
+    if same_bits(got, want):
         return 0.0
     got, want = got.float(), want.float()
     relative = ((got - want).abs().max() / want.square().mean().sqrt()).item()

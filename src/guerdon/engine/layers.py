@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from guerdon.engine import row_products
 from guerdon.engine.attention import registry
 
 
@@ -66,11 +67,11 @@ def _recompute(layer: Any) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        batch = registry.attended()
+        batch, products = registry.attended(), row_products.again()
 
         def again(*args: Any, **kwargs: Any) -> Any:
             # On a GPU the recomputation runs in autograd's thread, and always after `attending` has ended.
-            with registry.attending(batch) if batch is not None else contextlib.nullcontext():
+            with registry.attending(batch) if batch is not None else contextlib.nullcontext(), products:
                 return plain(*args, **kwargs)
 
         # There is no dropout, so no random state to preserve.
@@ -109,7 +110,8 @@ class LastLayer:
     @contextlib.contextmanager
     def only(self, read: torch.Tensor | None) -> Iterator[None]:
         """Narrows the last layer to the tokens `read`, indices into the packed row, inside the context; None: all."""
-        self._read = read
+        # Two rows at least: PyTorch computes some functions of a single row by other code, with other bits.
+        self._read = read.repeat(2) if read is not None and len(read) == 1 else read
         try:
             yield
         finally:

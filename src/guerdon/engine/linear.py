@@ -1,15 +1,16 @@
-"""Computes linear layers by oneDNN on processors whose widest units MKL leaves unused.
+"""Computes products by oneDNN on CPUs: a row's bits never depend on how many rows are computed with it.
 
-PyTorch computes float32 products by MKL, which uses AVX-512 on Intel's processors only. On AMD's, oneDNN, which PyTorch
-brings as well, is more than twice as fast with the same plain weights; `benchmarks/RESULTS.md` has the figures.
+PyTorch computes float32 products by MKL, which rounds differently for few rows, and uses AVX-512 on Intel's processors
+only: on AMD's, oneDNN, which PyTorch brings as well, is more than twice as fast with the same plain weights, and with
+AVX2 as fast. `benchmarks/RESULTS.md` has the figures. oneDNN gives a row the same bits among any number of rows, with
+any number of threads, but for a row alone, which it computes by other code: it is computed twice.
 
-The rule depends on the processor, not on a measurement: a critic that restarts must compute the same bits.
+oneDNN has no products of half precision on some processors. There PyTorch's are used, which keep the bits as well.
 """
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -21,16 +22,8 @@ from transformers.pytorch_utils import Conv1D
 
 from guerdon.engine.fsdp import shallow_copy
 
-_FEWEST_ROWS = 4
-"""For fewer rows both libraries wait for memory."""
-_TOLERANCE = 1e-5
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest accepted difference from PyTorch's own product, relative to the largest output."""
-
-
-@functools.cache
-def is_faster() -> bool:
-    """Whether oneDNN's float32 products are the faster ones on this processor, and right."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and not _is_intel() and _agrees()
 
 
 def replacement(module: nn.Module) -> Any:
@@ -38,10 +31,10 @@ def replacement(module: nn.Module) -> Any:
     return REPLACEMENTS.get(type(module))
 
 
-def with_faster_product(module: Any) -> Any:
+def with_row_products(module: Any) -> Any:
     """Returns a copy of a linear layer that computes by oneDNN, with the same parameters; other modules as they are."""
     forward = replacement(module)
-    if forward is None or "forward" in vars(module) or not is_faster():
+    if forward is None or "forward" in vars(module):
         return module  # tensor parallelism gives layers a forward of their own
     copied = shallow_copy(module)
     copied.forward = MethodType(forward, copied)
@@ -61,10 +54,14 @@ REPLACEMENTS: dict[type[nn.Module], Any] = {nn.Linear: _linear, Conv1D: _conv1d}
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns `F.linear(x, weight, bias)`, by oneDNN if it can; differentiable."""
-    is_plain = type(weight) in (Tensor, nn.Parameter) and x.dtype == weight.dtype == torch.float32
-    if not is_plain or x.numel() < _FEWEST_ROWS * x.shape[-1]:
+    """Returns `F.linear(x, weight, bias)`, on a CPU by oneDNN if it can, and of two rows or more; differentiable."""
+    is_plain = type(weight) in (Tensor, nn.Parameter) and x.dtype == weight.dtype in _TOLERANCE and x.is_cpu
+    if not is_plain or not x.numel() or x.dim() < 2:
         return F.linear(x, weight, bias)
+    if x.numel() == x.shape[-1]:
+        return product(torch.cat([x.reshape(1, -1)] * 2), weight, bias)[:1].reshape(*x.shape[:-1], len(weight))
+    if not _agrees(x.dtype):
+        return torch.ops.aten.linear(x, weight, bias)
     if torch.is_grad_enabled():
         return _Product.apply(x, weight, bias)
     return _onednn(x, weight, bias)
@@ -93,25 +90,19 @@ class _Product(torch.autograd.Function):
         )
 
 
-def _is_intel() -> bool:
-    try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return True  # not Linux: nothing is known, and MKL stays
-
-
+@functools.cache
 @torch.inference_mode(False)  # or gradients could not be taken, wherever this is asked first
-def _agrees() -> bool:
+def _agrees(dtype: torch.dtype) -> bool:
     """Whether oneDNN computes what PyTorch does, gradients too: the operator is not part of PyTorch's public API."""
     numbers = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(shape, generator=numbers) for shape in ((2, 8, 48), (32, 48), (32,)))
+    shapes = ((2, 8, 48), (32, 48), (32,))
+    x, weight, bias = (torch.randn(shape, generator=numbers).to(dtype) for shape in shapes)
     try:
         found = _with_gradients(_Product.apply, x, weight, bias)
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
-    wanted = _with_gradients(F.linear, x, weight, bias)
-    pairs = zip(found, wanted, strict=True)
-    return all((a - b).abs().max().item() <= _TOLERANCE * b.abs().max().item() for a, b in pairs)
+    pairs = zip(found, _with_gradients(F.linear, x, weight, bias), strict=True)
+    return all((a - b).abs().max().item() <= _TOLERANCE[dtype] * b.abs().max().item() for a, b in pairs)
 
 
 def _with_gradients(function: Any, *inputs: Tensor) -> list[Tensor]:

@@ -21,6 +21,10 @@ from torch import Tensor
 from guerdon.core import Sequence
 from guerdon.engine.packing import PackedBatch, Span, indices, pack
 
+WHOLE_GROUP = 2
+"""Times the budget that a batch may have to end with a whole group, on CPUs and without gradients, where memory is
+plenty: cut, the group would compute its prompt again."""
+
 
 @dataclass(slots=True)
 class MicroBatch:
@@ -101,6 +105,7 @@ class Batcher:
     def __init__(self, trunk: Any, pad_token_id: int) -> None:
         self.length_classes = LengthClasses(trunk)
         self._pad_token_id = pad_token_id
+        self._on_cpu = next(trunk.parameters()).device.type == "cpu"
         self._most_tokens = _most_tokens(trunk.config.get_text_config())
         embeddings: Any = getattr(trunk, "embeddings", None)
         counts_from_padding = hasattr(embeddings, "create_position_ids_from_input_ids")
@@ -130,17 +135,26 @@ class Batcher:
                 yield MicroBatch(row, [i], [((0, len(row)),)], np.array([len(row) - 1]))
 
     def _packed(self, path: str, rows: list[np.ndarray], limits: list[int | None], budget: int) -> Iterator[MicroBatch]:
-        for batch in pack(rows, budget=budget, share=path == "packed+shared", limits=limits):
+        most = min(WHOLE_GROUP * budget, self._most_tokens) if self._on_cpu and not torch.is_grad_enabled() else budget
+        for batch in pack(rows, budget=budget, share=path == "packed+shared", limits=limits, most=most):
+            if batch.num_tokens == 1:
+                # Its only row again beside it: PyTorch computes some functions of a single token with other bits.
+                own = batch.rows[0]
+                (twice,) = pack([rows[own]] * 2, budget=2, share=False)
+                twice.rows, twice.spans, twice.last = [own], twice.spans[:1], twice.last[:1]
+                yield self._of_packed(twice)
+                continue
             if batch.num_tokens <= self._most_tokens or len(batch.rows) == 1:
-                yield self._of_packed(batch, batch.rows)
+                yield self._of_packed(batch)
                 continue
             for i in batch.rows:
                 (alone,) = pack([rows[i]], budget=budget, share=False)
-                yield self._of_packed(alone, [i])
+                alone.rows = [i]
+                yield self._of_packed(alone)
 
-    def _of_packed(self, batch: PackedBatch, rows: list[int]) -> MicroBatch:
+    def _of_packed(self, batch: PackedBatch) -> MicroBatch:
         return MicroBatch(
-            batch.tokens, rows, batch.spans, batch.last, positions=self._positions(batch), packed=batch
+            batch.tokens, batch.rows, batch.spans, batch.last, positions=self._positions(batch), packed=batch
         )  # fmt: skip
 
     def _positions(self, batch: PackedBatch) -> np.ndarray:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from guerdon.core import MIN_SHARED, common_prefix
+from guerdon.core import MIN_SHARED
+from guerdon.engine.grouping import cut, sorted_by_prefix
 
 MAX_DEPTH = 32
 """Levels of shared prefixes. Rows that branch more often are computed apart, whatever the budget."""
@@ -121,68 +122,25 @@ class _Builder:
 
 
 def pack(
-    rows: list[np.ndarray], *, budget: int, share: bool, limits: list[int | None] | None = None
+    rows: list[np.ndarray],
+    *,
+    budget: int,
+    share: bool,
+    limits: list[int | None] | None = None,
+    most: int = 0,
 ) -> Iterator[PackedBatch]:
     """Packs non-empty rows of ids into batches of at most about `budget` computed tokens.
 
     A row longer than the budget becomes a batch of its own, unless other rows share its prefix. With `share`, rows with
     a common prefix are adjacent and the prefix is stored once; a group that exceeds the budget stores it once in each
-    of its batches. Tokens that two rows share beyond their group's prefix count as shared even if they are too few to
-    be stored once: a batch may exceed the budget by less than MIN_SHARED tokens a row. `limits` bounds how many tokens
-    of each row may be shared (its prompt's length), None if unknown.
+    of its batches, and what ends with the group may have up to `most` tokens instead. Tokens that two rows share beyond
+    their group's prefix count as shared even if they are too few to be stored once: a batch may exceed the budget by
+    less than MIN_SHARED tokens a row. `limits` bounds how many tokens of each row may be shared (its prompt's length),
+    None if unknown.
     """
-    order, shared = _sorted_by_prefix(rows, limits) if share else (list(range(len(rows))), [0] * len(rows))
-    for part in _cut(rows, order, shared, budget):
+    order, shared = sorted_by_prefix(rows, limits) if share else (list(range(len(rows))), [0] * len(rows))
+    for part in cut(rows, order, shared, budget, max(budget, most)):
         # The first row of a batch has nothing before it to share a prefix with.
         builder = _Builder(rows, [order[i] for i in part], [0, *(shared[i] for i in part[1:])])
         builder.store(0, len(part))
         yield builder.build()
-
-
-def _sorted_by_prefix(rows: list[np.ndarray], limits: list[int | None] | None) -> tuple[list[int], list[int]]:
-    """Returns row numbers in lexicographic order, and how many leading tokens each shares with the one before it.
-
-    Big-endian bytes compare like the ids that they encode, so sorting bytes sorts rows.
-    """
-    keys = [r.astype(">u4").tobytes() for r in rows]
-    order = sorted(range(len(rows)), key=keys.__getitem__)
-    shared = [0] * len(rows)
-    for i in range(1, len(order)):
-        a, b = order[i - 1], order[i]
-        shared[i] = common_prefix(rows[a], rows[b])
-        if limits is not None:
-            shared[i] = min([shared[i], *(x for x in (limits[a], limits[b]) if x is not None)])
-    return order, shared
-
-
-def _cut(rows: list[np.ndarray], order: list[int], shared: list[int], budget: int) -> Iterator[list[int]]:
-    """Yields runs of indices into `order`, each within the budget; cuts a group only if it must.
-
-    A shared prefix counts at most half the budget, so that a long prompt keeps its responses together.
-    """
-
-    def cost(i: int, first: int) -> int:
-        length = len(rows[order[i]])
-        if i > first:
-            return length - (shared[i] if shared[i] >= MIN_SHARED else 0)
-        return length - (max(0, shared[i + 1] - budget // 2) if i + 1 < len(order) else 0)
-
-    part: list[int] = []
-    size = start = 0
-    while start < len(order):
-        stop = start + 1
-        while stop < len(order) and shared[stop] >= MIN_SHARED:
-            stop += 1
-        if part and size + sum(cost(i, start) for i in range(start, stop)) > budget:
-            yield part
-            part, size = [], 0
-        first = start
-        for i in range(start, stop):
-            if part and size + cost(i, first) > budget:
-                yield part
-                part, size, first = [], 0, i
-            part.append(i)
-            size += cost(i, first)
-        start = stop
-    if part:
-        yield part

@@ -29,17 +29,16 @@ def flops_per_second(*dtypes: torch.dtype) -> tuple[float, ...]:
     It counts the CPU time of one thread, which other processes on a busy machine hardly change.
     """
     rows, inputs, outputs = _SHAPE
-    product = linear.product if linear.is_faster() else torch.nn.functional.linear  # as the engine computes
     rates, num_threads = [], torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.inference_mode():
             for dtype in dtypes:
                 x, weight = torch.ones(rows, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype)
-                product(x, weight, None)  # the first call chooses and prepares a kernel
+                linear.product(x, weight, None)  # the first call chooses and prepares a kernel
                 fastest, end = float("inf"), time.thread_time() + _SECONDS
                 while (started := time.thread_time()) < end:
-                    product(x, weight, None)
+                    linear.product(x, weight, None)
                     fastest = min(fastest, time.thread_time() - started)
                 rates.append(2 * rows * inputs * outputs / fastest)
     finally:

@@ -71,8 +71,25 @@ def choose_path(forward: Forward, loaded: LoadedTrunk, *, reads_last: bool) -> N
         raise CheckpointError(
             f"{info.name} cannot run packed: {why}", "leave out --require-packed to serve it the plain way"
         )
-    forward.path, forward.info = path, dataclasses.replace(info, path=path, why=why, proofs=(*proofs, proof))
     forward.use(path)
+    if forward.device.type == "cpu":
+        other_bits = _other_bits(forward, path)
+        forward.same_bits = not other_bits
+        proofs.append(f"{independence.OTHER_BITS}: {other_bits}" if other_bits else independence.SAME_BITS)
+    forward.path = path
+    forward.use(path)
+    forward.info = dataclasses.replace(info, path=path, why=why, proofs=(*proofs, proof))
+
+
+def _other_bits(forward: Forward, path: str) -> str:
+    """Collective; returns why a row's bits may depend on its batch on any rank, empty if they do not."""
+    rows = probe_rows(forward.info.vocab_size, forward.info.max_length, forward.pad_token_id)
+    with checking(forward.ranks):
+        own = independence.bits_in_any_batch(forward, path, rows)
+        with independence.cut_windows(forward.trunk) as has_windows:
+            if has_windows and not own:
+                own = independence.bits_in_any_batch(forward, path, rows)
+    return next((why for why in forward.ranks.tell_all(own) if why), "")
 
 
 def _sees_later(forward: Forward) -> tuple[bool, float]:

@@ -13,6 +13,7 @@ add up. (PyTorch does not differentiate the kernel's log-sum-exp: gradients by a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,27 +28,38 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def cascade(batch: PackedBatch, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Returns causal attention `[1,H,T,D]` of query `[1,H,T,D]` on key and value `[1,K,T,D]`; differentiable."""
+Forward = Callable[[PackedBatch, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+def cascade(
+    batch: PackedBatch, query: Tensor, key: Tensor, value: Tensor, scale: float, forward: Forward | None = None
+) -> Tensor:
+    """Returns causal attention `[1,H,T,D]` of query `[1,H,T,D]` on key and value `[1,K,T,D]`; differentiable.
+
+    `forward` replaces the forward pass: it returns the output and the log-sum-exp of all logits, float32 `[1,H,T]`.
+    """
+    forward = forward or _forward
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        out: Tensor = _Cascade.apply(query, key, value, batch, scale)
+        out: Tensor = _Cascade.apply(query, key, value, batch, scale, forward)
         return out
-    return _forward(batch, query, key, value, scale)[0]
+    return forward(batch, query, key, value, scale)[0]
 
 
 class _Cascade(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, scale: float) -> Tensor:
-        out, lse = _forward(batch, query, key, value, scale)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, scale: float, forward: Forward
+    ) -> Tensor:
+        out, lse = forward(batch, query, key, value, scale)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.batch, ctx.scale = batch, scale
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         query, key, value, out, lse = ctx.saved_tensors
-        return *_backward(ctx.batch, grad, query, key, value, out, lse, ctx.scale), None, None
+        return *_backward(ctx.batch, grad, query, key, value, out, lse, ctx.scale), None, None, None
 
 
 def _forward(batch: PackedBatch, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -3,12 +3,12 @@
 On a GPU each form is checked against the reference before its first use, on a small tree: a form that raises or differs
 is skipped, and the next one is used. The check runs once for each kind of layer, whatever batches arrive.
 
-The order on a CPU is measured (`benchmarks/attention.py`). The order on a GPU is reasoned and not measured: with any
-form attention is about a twentieth of an 8B model's forward. `varlen` needs one call of FlashAttention and one copy of
-the shared keys for each sequence; `cascade` needs one more call a level and merges in several passes over the output,
-which is cheaper than copies of many times the batch. flex attention's kernel is slower than FlashAttention's and must
-be compiled, but copies nothing and supports float32, soft caps and any mask. `by_segment` needs dozens of calls a
-layer.
+The order on a CPU is measured (`benchmarks/attention.py`); `native` also gives a row the same bits in any batch. The
+order on a GPU is reasoned and not measured: with any form attention is about a twentieth of an 8B model's forward.
+`varlen` needs one call of FlashAttention and one copy of the shared keys for each sequence; `cascade` needs one more
+call a level and merges in several passes over the output, which is cheaper than copies of many times the batch. flex
+attention's kernel is slower than FlashAttention's and must be compiled, but copies nothing and supports float32, soft
+caps and any mask. `by_segment` needs dozens of calls a layer.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from torch import Tensor
 from transformers import masking_utils as masks
 
 from guerdon.core import MIN_SHARED
-from guerdon.engine.attention.by_segment import by_segment
+from guerdon.engine.attention.by_segment import by_segment, of_few
 from guerdon.engine.attention.cascade import cascade
 from guerdon.engine.attention.flex import flex
 from guerdon.engine.attention.patterns import CAUSAL, FULL, Pattern, Reach, reach_of
 from guerdon.engine.attention.varlen import varlen
+from guerdon.engine.native.forest import Mask, forest
+from guerdon.engine.native.library import DTYPES, kernels
 from guerdon.engine.packing import PackedBatch, pack
 
 log = logging.getLogger(__name__)
@@ -49,9 +51,9 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 class Need:
     """What a layer needs of attention, on which device, for which kind of batch.
 
-    `reach` is the mask's, None if it is not causal, full or a window. `copies` says whether the shared keys in reach,
-    copied for each sequence, would be more than COPIES times the batch. `with_flash` says whether FlashAttention
-    supports the device.
+    `reach` is the mask's, None if it is not causal, full or a window; `chunk` is the pattern's. `copies` says whether
+    the shared keys in reach, copied for each sequence, would be more than COPIES times the batch. `with_flash` says
+    whether FlashAttention supports the device.
     """
 
     device: torch.device
@@ -68,6 +70,7 @@ class Need:
     copies: bool
     gradients: bool
     with_flash: bool
+    chunk: int | None = None
 
 
 def need_of(
@@ -79,6 +82,7 @@ def need_of(
     reach: Reach | None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Need:
     """Returns what a layer needs for this batch with these tensors, whose shapes are those of `Compute`."""
     sharing: tuple[bool, bool] | None = batch.cache.get(("sharing", reach))
@@ -91,6 +95,7 @@ def need_of(
     return Need(
         query.device, query.dtype, query.shape[1], key.shape[1], query.shape[3], value.shape[3], causal, reach, softcap,
         sinks is not None, *sharing, torch.is_grad_enabled() and differentiated, _with_flash(query.device),
+        chunk,
     )  # fmt: skip
 
 
@@ -116,13 +121,31 @@ class Compute(Protocol):
         """Returns attention for the `need`."""
 
 
+class OfFew(Protocol):
+    """Computes attention as `Compute`, of the queries at the tokens `read` only, int64."""
+
+    def __call__(
+        self,
+        batch: PackedBatch,
+        read: np.ndarray,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        need: Need,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Returns attention for the `need`, 0 for all other queries; without gradients."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """An implementation of attention, and which needs it supports."""
+    """An implementation of attention, and which needs it supports; `of_few` is a faster one if few queries are read."""
 
     name: str
     supports: Callable[[Need], bool]
     compute: Compute
+    of_few: OfFew | None = None
 
 
 def _supports_flash(need: Need) -> bool:
@@ -140,10 +163,52 @@ def _supports_cascade_on_cpu(need: Need) -> bool:
     return need.device.type == "cpu" and plain and need.size == need.value_size
 
 
+def _supports_native(need: Need) -> bool:
+    masks = need.reach is not None or need.chunk is not None
+    slopes = not need.gradients or _supports_cascade_on_cpu(need)  # the gradients are cascade's
+    is_known = need.device.type == "cpu" and need.dtype in DTYPES
+    return is_known and masks and slopes and kernels() is not None
+
+
+def _native(
+    batch: PackedBatch,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    need: Need,
+    pattern: Pattern | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    if need.gradients:
+        return cascade(batch, query, key, value, scale, _forest_and_lse)
+    return forest(batch, query, key, value, scale, _native_mask(need), need.softcap, sinks)
+
+
+def _forest_and_lse(
+    batch: PackedBatch, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    lse = torch.empty(query.shape[:3], dtype=torch.float32)
+    return forest(batch, query, key, value, scale, Mask(CAUSAL), lse=lse), lse
+
+
+def _native_mask(need: Need) -> Mask:
+    return Mask(CAUSAL if need.reach is None else need.reach, need.chunk)
+
+
+NATIVE = AttentionForm(
+    "native",
+    _supports_native,
+    _native,
+    lambda batch, read, query, key, value, scale, need, sinks: forest(
+        batch, query, key, value, scale, _native_mask(need), need.softcap, sinks, read
+    ),
+)
 CASCADE_ON_CPU = AttentionForm(
     "cascade",
     _supports_cascade_on_cpu,
     lambda batch, query, key, value, scale, need, pattern, sinks: cascade(batch, query, key, value, scale),
+    lambda batch, read, query, key, value, scale, need, sinks: of_few(batch, read, query, key, value, scale),
 )
 VARLEN = AttentionForm(
     "varlen",
@@ -178,7 +243,7 @@ BY_SEGMENT = AttentionForm(
 def candidates(need: Need) -> list[AttentionForm]:
     """Returns the forms that support the need, best first; the last is the reference."""
     if need.device.type == "cpu":
-        order = [CASCADE_ON_CPU, BY_SEGMENT]
+        order = [NATIVE, CASCADE_ON_CPU, BY_SEGMENT]
     elif need.copies:
         order = [CASCADE, FLEX, VARLEN, BY_SEGMENT]
     else:
@@ -187,6 +252,18 @@ def candidates(need: Need) -> list[AttentionForm]:
 
 
 _skipped: ContextVar[dict[str, str] | None] = ContextVar("guerdon_skipped", default=None)
+_chosen: ContextVar[set[str] | None] = ContextVar("guerdon_chosen", default=None)
+
+
+@contextmanager
+def noting_chosen() -> Iterator[set[str]]:
+    """Yields a set of the forms chosen inside the context."""
+    noted: set[str] = set()
+    token = _chosen.set(noted)
+    try:
+        yield noted
+    finally:
+        _chosen.reset(token)
 
 
 @contextmanager
@@ -203,9 +280,10 @@ def noting_skipped() -> Iterator[dict[str, str]]:
 def choose_form(need: Need) -> AttentionForm:
     """Returns the first form that supports the need and, on a GPU, has passed its check."""
     form, failures = _choose_form(need)
-    noted = _skipped.get()
-    if noted is not None:
+    if (noted := _skipped.get()) is not None:
         noted.update(failures)
+    if (chosen := _chosen.get()) is not None:
+        chosen.add(form.name)
     return form
 
 

@@ -17,8 +17,7 @@ from contextvars import ContextVar
 import numpy as np
 import torch
 
-from guerdon.engine.attention.by_segment import of_few
-from guerdon.engine.attention.forms import CASCADE_ON_CPU, choose_form, need_of
+from guerdon.engine.attention.forms import choose_form, need_of
 from guerdon.engine.attention.patterns import Pattern, cut, packed_mask
 from guerdon.engine.decoding import Decoding
 from guerdon.engine.packing import PackedBatch
@@ -90,10 +89,11 @@ def packed_attention(
     if pattern is None and attention_mask is not None and query.device.type != "cpu":
         # These rows are too short for the window. Try its forms now, at start, and not when a long row arrives.
         choose_form(need_of(batch, query, key, value, causal, attention_mask.reach, softcap, s_aux))
-    need = need_of(batch, query, key, value, causal, reach, softcap, s_aux)
+    chunk = None if pattern is None else pattern.chunk
+    need = need_of(batch, query, key, value, causal, reach, softcap, s_aux, chunk)
     form, read = choose_form(need), _queries.get({}).get(module)
-    if read is not None and form is CASCADE_ON_CPU:
-        out = of_few(batch, read, query, key, value, scale)
+    if read is not None and form.of_few is not None and not need.gradients:
+        out = form.of_few(batch, read, query, key, value, scale, need, s_aux)
     else:
         out = form.compute(batch, query, key, value, scale, need, pattern, s_aux)
     return out.transpose(1, 2).contiguous(), None  # some models view it in another shape

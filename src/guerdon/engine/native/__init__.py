@@ -1,0 +1,1 @@
+"""Kernels of our own for CPUs, in C++ without dependencies, compiled when the package is built."""
