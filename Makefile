@@ -112,17 +112,17 @@ $(BIN)/python:
 		{ echo "guerdon needs Python 3.11 or newer: make PYTHON=python3.12 ..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.demo: pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@echo "Installing guerdon and what it needs into $(VENV) (some minutes, once)"
 	$(PIP) install -c constraints.txt -e '.[actor]'
 	@touch $@
 
-$(VENV)/.real: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.real: pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@echo "Installing guerdon and what it needs into $(VENV) (some minutes, once)"
 	$(PIP) install -c constraints.txt -e '.[actor,gguf,lora]'
 	@touch $(VENV)/.demo $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.dev: pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@echo "Installing guerdon and what its tests need into $(VENV) (some minutes, once)"
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/.demo $@
