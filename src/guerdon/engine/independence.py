@@ -133,14 +133,12 @@ SAME_BITS = "same bits in any batch"
 OTHER_BITS = "bits may change with the batch"
 
 
-def bits_in_any_batch(forward: Forward, path: str, rows: list[np.ndarray]) -> str:
+def bits_in_any_batch(forward: Forward, path: str, rows: list[np.ndarray], together: dict[int, Tensor]) -> str:
     """Returns why a row's states may have other bits in another batch, empty if they have the same; for CPUs.
 
-    Compares the rows in one batch with the same unshared, with some of them in another order, and with each alone. The
-    path's attention must be in use.
+    Compares the rows' readable states from one packed batch, by row, with the first two, which begin alike, without
+    sharing, with some in another order, and with some alone. The path's attention must be in use.
     """
-    if not path.startswith("packed"):
-        return ""
     library, why = find()
     if library is None:
         return why
@@ -159,15 +157,14 @@ def bits_in_any_batch(forward: Forward, path: str, rows: list[np.ndarray]) -> st
 
     everything = list(range(len(rows)))
     with forward.no_gradients(), forms.noting_chosen() as chosen:
-        want = states(everything, path)
         others = [
-            states(everything, "packed"),
+            states(everything[:2], "packed"),
             states(everything[::-2], path),
-            *(states([i], path) for i in everything),
+            *(states([i], path) for i in everything[1::3]),  # each is a pass over the weights
         ]
     if chosen != {forms.NATIVE.name}:
         return f"attention by {', '.join(sorted(chosen - {forms.NATIVE.name}))}"
-    different = {i for other in others for i, state in other.items() if not same_bits(state, want[i])}
+    different = {i for other in others for i, state in other.items() if not same_bits(state, together[i])}
     return f"{len(different)} of {len(rows)} sequences have others in another one" if different else ""
 
 

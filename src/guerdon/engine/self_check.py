@@ -64,32 +64,19 @@ def choose_path(forward: Forward, loaded: LoadedTrunk, *, reads_last: bool) -> N
             f"prompts are not shared: {cause}" if sees_later else f"other later tokens change nothing ({_of(change)})"
         )
         shares = not sees_later
-    path, why, proof = "single", "--deterministic", _ALONE
+    path, why, proof, other_bits = "single", "--deterministic", _ALONE, ""
     if not config.deterministic:
-        path, why, proof = _best_path(forward, gradients=loaded.trains, shares=shares)
+        path, why, proof, other_bits = _best_path(forward, gradients=loaded.trains, shares=shares)
     if config.require_packed and not path.startswith("packed"):
         raise CheckpointError(
             f"{info.name} cannot run packed: {why}", "leave out --require-packed to serve it the plain way"
         )
-    forward.use(path)
     if forward.device.type == "cpu":
-        other_bits = _other_bits(forward, path)
         forward.same_bits = not other_bits
         proofs.append(f"{independence.OTHER_BITS}: {other_bits}" if other_bits else independence.SAME_BITS)
     forward.path = path
     forward.use(path)
     forward.info = dataclasses.replace(info, path=path, why=why, proofs=(*proofs, proof))
-
-
-def _other_bits(forward: Forward, path: str) -> str:
-    """Collective; returns why a row's bits may depend on its batch on any rank, empty if they do not."""
-    rows = probe_rows(forward.info.vocab_size, forward.info.max_length, forward.pad_token_id)
-    with checking(forward.ranks):
-        own = independence.bits_in_any_batch(forward, path, rows)
-        with independence.cut_windows(forward.trunk) as has_windows:
-            if has_windows and not own:
-                own = independence.bits_in_any_batch(forward, path, rows)
-    return next((why for why in forward.ranks.tell_all(own) if why), "")
 
 
 def _sees_later(forward: Forward) -> tuple[bool, float]:
@@ -114,8 +101,11 @@ def _cause(loaded: LoadedTrunk) -> str:
     return f" (config.json has {found[0]})" if found else ""
 
 
-def _best_path(forward: Forward, *, gradients: bool, shares: bool) -> tuple[str, str, str]:
-    """Returns the first path that passes on all ranks, why no better one does, and what is proved of its neighbours."""
+def _best_path(forward: Forward, *, gradients: bool, shares: bool) -> tuple[str, str, str, str]:
+    """Returns the first path that passes on all ranks, why no better one does, and what is proved of its neighbours.
+
+    At last, on a CPU, why a row's bits may depend on its batch on any rank, empty if they do not.
+    """
     info = forward.info
     rows = probe_rows(info.vocab_size, info.max_length, forward.pad_token_id)
     candidates = ["packed+shared", "packed"] if shares else ["packed"]
@@ -140,8 +130,17 @@ def _best_path(forward: Forward, *, gradients: bool, shares: bool) -> tuple[str,
         who = "neighbours and siblings" if path == "packed+shared" else "neighbours"
         change, count = max(one.swapped for one in found), sum(one.num_swapped for one in found)
         proof = f"{who} change nothing in {count} swaps ({_of(change)})" if count else _ALONE
-        return path, "; ".join([*reasons, f"agrees with the plain forward within {states:.1e}{also}"]), proof
-    return "single", "; ".join(reasons), _ALONE
+        why = "; ".join([*reasons, f"agrees with the plain forward within {states:.1e}{also}"])
+        return path, why, proof, _other_bits(forward, path, probes)
+    return "single", "; ".join(reasons), _ALONE, ""
+
+
+def _other_bits(forward: Forward, path: str, probes: list[_Probe]) -> str:
+    if forward.device.type != "cpu":
+        return ""
+    with checking(forward.ranks):
+        own = next((why for probe in probes if (why := probe.bits_in_any_batch(path))), "")
+    return next((why for why in forward.ranks.tell_all(own) if why), "")
 
 
 def _of(change: float) -> str:
@@ -195,6 +194,7 @@ class _Probe:
         self._forward, self._rows, self._cuts_windows = forward, rows, cuts_windows
         # Only sequences in one batch can show that they do not change each other.
         self._budget = max(forward.max_batch_tokens, sum(map(len, rows)))
+        self._packed: dict[int, torch.Tensor] = {}
         with self._windows(), forward.no_gradients():
             self._states = {x.rows[0]: x for x in self._run("single")}
         # Any weights do that make each element of each hidden state count.
@@ -223,6 +223,15 @@ class _Probe:
             )
             worst = dataclasses.replace(worst, is_reached=reached.is_reached, error=reached.error)
         return worst
+
+    def bits_in_any_batch(self, path: str) -> str:
+        """Returns why a row's bits may depend on its batch by a path that was compared; empty if they do not."""
+        self._forward.use(path)
+        try:
+            with self._windows():
+                return independence.bits_in_any_batch(self._forward, path, self._rows, self._packed)
+        finally:
+            self._forward.use("single")
 
     def _on_all_ranks(self, path: str, compare: Callable[[], _Comparison]) -> _Comparison:
         forward = self._forward
@@ -263,6 +272,7 @@ class _Probe:
         states, together, shared = 0.0, False, False
         with self._forward.no_gradients():
             for batch in self._run(path):
+                self._packed |= zip(batch.rows, self._forward.readable(batch, self._rows), strict=True)
                 states = max(states, self._states_difference(batch))
                 together |= len(batch.rows) > 1
                 shared |= any(len(spans) > 1 for spans in batch.spans)
