@@ -38,6 +38,10 @@ class PlainCritic:
         hidden = self.trunk(input_ids=torch.from_numpy(tokens)[None], use_cache=False).last_hidden_state[0]
         return self.head(hidden)[:, 0]
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of the last global batch."""
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+
     def train(self, request: TrainRequest, size: int) -> tuple[list[float], list[float]]:
         """The losses and the gradient's norms of the request's global batches of `size` rows."""
         losses, norms = [], []
