@@ -20,12 +20,13 @@ from torch.overrides import TorchFunctionMode
 from guerdon.engine.linear import product
 from guerdon.engine.native import passes
 
-_is_active: ContextVar[bool] = ContextVar("guerdon_row_products", default=False)
+_active: ContextVar[RowProducts | None] = ContextVar("guerdon_row_products", default=None)
 
 
 def again() -> contextlib.AbstractContextManager[Any]:
     """Returns a context for computing something once more that is computed now: by rows if that is."""
-    return RowProducts() if _is_active.get() else contextlib.nullcontext()
+    active = _active.get()
+    return contextlib.nullcontext() if active is None else RowProducts(active)
 
 
 class RowProducts(TorchFunctionMode):
@@ -34,15 +35,20 @@ class RowProducts(TorchFunctionMode):
     `caught` says whether there has been one. Each operator inside takes a little longer to call.
     """
 
-    caught = False
+    def __init__(self, outer: RowProducts | None = None) -> None:
+        """Counts what it catches for the `outer` one as well, which may be active around it or in another thread."""
+        super().__init__()
+        self.caught, self._outer = False, outer
 
     def __enter__(self) -> Any:
-        self._before = _is_active.set(True)
+        self._before = _active.set(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _is_active.reset(self._before)
+        _active.reset(self._before)
+        if self._outer is not None:
+            self._outer.caught |= self.caught
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Computes one call."""
