@@ -18,7 +18,7 @@ from guerdon.settings.config import ModelConfig, TeacherConfig
 from guerdon.teacher_core import LogprobQuery
 
 pytestmark = pytest.mark.skipif(find()[0] is None, reason=f"no kernels: {find()[1]}")
-DTYPES = ["float32", "bfloat16", "float16"]
+DTYPES = ["float32", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("bfloat16", "float16"))]
 PACKED = [
     name for name in zoo.ARCHITECTURES if name not in ("deberta-v2", "gptj", "falcon", "mamba", "jamba")
 ]  # whose attention is in transformers' registry, and without a state
@@ -65,7 +65,7 @@ def assert_same_bits(make: Any, sequences: list[Sequence]) -> None:
     assert not any(different.values()), f"of {len(sequences)} differ: {different}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", DTYPES[-1]])
 @pytest.mark.parametrize("name", PACKED)
 def test_rewards(name: str, dtype: str, tmp_path: Path) -> None:
     folder = str(zoo.checkpoint(name, tmp_path))
