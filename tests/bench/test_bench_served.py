@@ -159,7 +159,7 @@ def test_errors_at_the_start_say_what_to_do(server, tmp_path):
     missing = str(tmp_path / "none" / "x.png")
     for argv, what in (
         ((f"http://127.0.0.1:{served.free_port()}", "--wait-s", "0"), "cannot connect"),
-        ((f"grpc://127.0.0.1:{served.free_port()}", "--wait-s", "0"), "cannot connect"),
+        ((f"grpc://127.0.0.1:{served.free_port()}", "--wait-s", "0"), "cannot connect|no sign of life"),
         ((server.http_url, "--model", "other"), "unknown model 'other'; served here: .*reward_model"),
         ((server.http_url, "--data", str(tmp_path / "none.jsonl")), "cannot read"),
         ((server.http_url, "--plot", "out.pdf"), "not a .png file"),

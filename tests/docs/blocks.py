@@ -230,7 +230,7 @@ def _form(value: Any) -> Any:
 
 def _masked(text: str) -> list[str]:
     """Returns the words without their numbers, which differ from model to model."""
-    return re.sub(r"-?\d+(\.\d*)?(e-?\d+)?", "0", re.sub(r"\[ *", "[", text)).split()
+    return re.sub(r"-?\d+(\.\d*)?(e-?\d+)?", "0", re.sub(r"(\[) *| *(\])", r"\1\2", text)).split()
 
 
 def _is_ready(port: str, has_tls: bool) -> bool:
