@@ -208,6 +208,7 @@ def test_a_killed_distillation_ends_as_an_undisturbed_one(
     assert_same(outcome, undisturbed_distillation)
 
 
+@pytest.mark.slow
 def test_a_killed_pair_ends_as_an_undisturbed_one(folder: Path, undisturbed_pair: Outcome, tmp_path: Path) -> None:
     kills: list[Kill] = [
         ("when the critic's training is asked for", 2),

@@ -60,7 +60,9 @@ def rows_alone(*lengths: int) -> PackedBatch:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    "kv_heads", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_equal_attention_written_out(name: str, kv_heads: int, dtype: torch.dtype) -> None:
     case = CASES[name]

@@ -65,7 +65,7 @@ def assert_same_bits(make: Any, sequences: list[Sequence]) -> None:
     assert not any(different.values()), f"of {len(sequences)} differ: {different}"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", DTYPES[-1]])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PACKED)
 def test_rewards(name: str, dtype: str, tmp_path: Path) -> None:
     folder = str(zoo.checkpoint(name, tmp_path))
