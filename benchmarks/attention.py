@@ -104,7 +104,9 @@ def measure(prompt: int, responses: int, extra: str, args: argparse.Namespace) -
     random = torch.Generator().manual_seed(0)
     inputs = [torch.randn(x, generator=random).to(device, dtype).transpose(1, 2) for x in shapes]
     plain, slopes = (need_of(batch, *leaves(inputs[:3], x), causal, reach, softcap) for x in (False, True))
-    forms = {form.name: form for form in candidates(plain)}
+    forms = {
+        form.name: form for form in candidates(plain) if form.supports(slopes)
+    }  # or it has no gradients to compare
     refused = {}
     if device.type != "cpu":
         refused = {
@@ -118,7 +120,7 @@ def measure(prompt: int, responses: int, extra: str, args: argparse.Namespace) -
         apart = [((x.double() - y).norm() / y.norm()).item() for x, y in zip(got, want, strict=True)]
         found["forms"][name] = {"output": apart[0], "slopes": max(apart[1:])}
     del want, got
-    for kind, need in {"forward": plain} if args.forward_only else {"forward": plain, "both": slopes}.items():
+    for kind, need in ({"forward": plain} | ({} if args.forward_only else {"both": slopes})).items():
         times = alternate({n: (f, need) for n, f in running.items()}, batch, inputs, pattern, args.rounds)
         for name, milliseconds in times.items():
             found["forms"][name][kind] = milliseconds

@@ -181,6 +181,7 @@ def _native(
     sinks: Tensor | None,
 ) -> Tensor:
     if need.gradients:
+        assert _supports_cascade_on_cpu(need)  # its gradients know no other mask
         return cascade(batch, query, key, value, scale, _forest_and_lse)
     return forest(batch, query, key, value, scale, _native_mask(need), need.softcap, sinks)
 
