@@ -74,10 +74,10 @@ def in_a_thread(work: Callable[[], dict[str, float]]) -> None:
 def measure(folder: Path) -> dict[str, float]:
     import torch
 
-    from guerdon.distributed import computing
     from guerdon.engine.checkpoint.placement import check_memory
     from guerdon.engine.checkpoint.stored import open_checkpoint
     from guerdon.errors import TooLarge
+    from guerdon.memory import release
 
     def allocate(size: int) -> Any:
         return torch.empty(size, dtype=torch.uint8).fill_(1)
@@ -88,7 +88,7 @@ def measure(folder: Path) -> dict[str, float]:
     told["looked_mib"] = resident()
     blocks(allocate)
     told["held_again_mib"] = resident()
-    computing.release()
+    release()
     return told | {"released_mib": resident()}
 
 

@@ -15,8 +15,8 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src"
 BASE = {
-    "comparisons", "core", "critic_core", "durable", "endings", "errors", "judge_core", "messages", "next_tokens",
-    "plots", "settings", "teacher_core", "thinking", "trees", "vocabulary",
+    "comparisons", "core", "critic_core", "durable", "endings", "errors", "judge_core", "memory", "messages",
+    "next_tokens", "plots", "settings", "teacher_core", "thinking", "trees", "vocabulary",
 }  # fmt: skip
 PARTS = {"wire", "client", "server", "engine", "distributed", "training", "actor"}
 

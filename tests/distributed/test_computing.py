@@ -7,7 +7,8 @@ import threading
 import time
 import weakref
 
-from guerdon.distributed.computing import Computing, release
+from guerdon.distributed.computing import Computing
+from guerdon.memory import release
 
 
 class Cycle:

@@ -122,6 +122,17 @@ def test_answers_that_nobody_reads_take_no_more_than_bodies_may(server: RunningS
         wait_until(lambda: post(server, asked)[0][":status"] == "200")
 
 
+def test_what_large_answers_took_is_given_back(server: RunningServer) -> None:
+    """To the system: the C library would keep it for the process."""
+    before = resident_bytes()
+    for _ in range(3):
+        headers, whole = post(server, "vllm")
+        assert headers[":status"] == "200"
+    num_whole = len(whole)
+    del whole
+    wait_until(lambda: resident_bytes() - before < num_whole)
+
+
 def test_a_client_that_reads_too_slowly_is_given_up(server: RunningServer) -> None:
     """Else one that takes a little at a time would keep what others need for hours."""
 

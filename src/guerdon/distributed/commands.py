@@ -7,6 +7,7 @@ from collections.abc import Sequence as ListLike
 from pathlib import Path
 from typing import Any, Protocol
 
+from guerdon import memory
 from guerdon.core import Command, ModelInfo, Score, Scored, Sequence, Signal
 from guerdon.critic_core import TrainReport, TrainRequest
 from guerdon.distributed import computing
@@ -141,7 +142,7 @@ class Worker:
                 self._discard(self._scorers.pop(name))
             case Signal.RELEASE:
                 self._beside.pop(name, None)
-                computing.release()
+                memory.release()
             case Signal.SAVE | Signal.LOAD | Signal.OFFLOAD | Signal.ONLOAD:
                 with computing.HERE.computing(is_long=True):
                     self._operate(self._trainers[name], command)

@@ -1,11 +1,8 @@
-"""Keeps building a model apart from computing with one, and returns unused memory to the system."""
+"""Keeps building a model apart from computing with one."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -66,23 +63,3 @@ class Computing:
 
 HERE = Computing()
 """The lock of this process."""
-
-
-def release() -> None:
-    """Collects garbage and returns free memory to the device and to the operating system.
-
-    Does not find cycles among objects loaded at the start, which are frozen out of the garbage collection: searching
-    them stops all threads for half a second.
-    """
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    trim()
-
-
-def trim() -> None:
-    """Returns free memory to the operating system."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # not in every C library, for example musl
-            ctypes.CDLL(None).malloc_trim(0)

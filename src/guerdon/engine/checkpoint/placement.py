@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from guerdon.distributed import computing
+from guerdon import memory
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoint.stored import StoredCheckpoint
 from guerdon.errors import ConfigError, TooLarge
@@ -74,7 +74,7 @@ def check_memory(
     host_bytes = own_bytes + merging_bytes + (0 if on_gpu else training_bytes + copy_bytes)
     free_here = _host_bytes()
     if free_here is not None and host_bytes * neighbours > free_here:
-        computing.release()  # memory that malloc keeps for the next batch counts as used
+        memory.release()  # memory that malloc keeps for the next batch counts as used
         free_here = _host_bytes()
     places = [("this machine", free_here, host_bytes * neighbours)]
     if on_gpu:
@@ -99,7 +99,7 @@ def gpu_bytes(device: torch.device, wanted_bytes: int) -> int:
     """Returns the GPU's free bytes; empties PyTorch's cache first if they are fewer than wanted."""
     free_bytes = torch.cuda.mem_get_info(device)[0]
     if free_bytes < wanted_bytes:
-        computing.release()
+        memory.release()
         free_bytes = torch.cuda.mem_get_info(device)[0]
     return free_bytes
 

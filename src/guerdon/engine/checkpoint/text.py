@@ -13,13 +13,13 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from guerdon.core import Message, Sequence, Truncation
-from guerdon.distributed.computing import trim
 from guerdon.endings import Ending, find_ending
 from guerdon.engine.checkpoint import cuts
 from guerdon.engine.checkpoint.pair_template import PairTemplate, longest_first
 from guerdon.engine.checkpoint.token_texts import UNFINISHED, TokenTexts
 from guerdon.engine.checkpoint.tokenizer_files import load_tokenizer
 from guerdon.errors import InvalidRequest
+from guerdon.memory import trim
 from guerdon.messages import plain
 from guerdon.vocabulary import identity
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 import time
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Protocol, TypeVar
@@ -15,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 from guerdon.core import ModelInfo, ScoreReply, Sequence
 from guerdon.critic_core import OperationInfo
 from guerdon.errors import GuerdonError, Overloaded, Unauthenticated, UnknownModel
+from guerdon.memory import trim
 from guerdon.server import answers, tracing
 from guerdon.server.auth import Caller
 from guerdon.server.batching.sharing import Shares
@@ -30,6 +32,10 @@ T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", covariant=True)
 
 RETRY_AFTER_S = 1.0
+
+_TRIMMED_BYTES = 64 << 20
+_TRIMMED_AFTER_S = 1.0
+"""So long after so many bytes are given back, free memory is returned: by then nothing refers to them any longer."""
 
 Decoder = Callable[[ModelInfo | OperationInfo], tuple[InferRequest | None, Any]]
 """Returns the tensors, None without any, and what is asked of the model, None for nothing."""
@@ -72,6 +78,17 @@ class Gate:
         self.requests = Shares(config.max_requests, clients)
         self.bytes = Shares(max(config.max_bodies_mb, least_mb) << 20, clients)
         self.max_body_bytes = config.max_body_mb << 20
+        self._num_given = 0
+
+    def give_bytes(self, client: str, num_bytes: int) -> None:
+        """Counts these bytes as held no longer; after many the C library, too, must give its free memory back."""
+        self.bytes.give(client, num_bytes)
+        self._num_given += num_bytes
+        if self._num_given >= _TRIMMED_BYTES:
+            self._num_given = 0
+            timer = threading.Timer(_TRIMMED_AFTER_S, trim)
+            timer.daemon = True
+            timer.start()
 
     def check_room(self, client: str) -> None:
         """Raises Overloaded if the client may have no more requests in progress."""
@@ -127,7 +144,7 @@ class Place:
 
     def release(self) -> None:
         """Gives the bytes back."""
-        self._gate.bytes.give(self._client, self._num_bytes)
+        self._gate.give_bytes(self._client, self._num_bytes)
         self._num_bytes = 0
 
     def __enter__(self) -> Place:
