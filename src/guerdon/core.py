@@ -38,6 +38,9 @@ class Signal(IntEnum):
 MIN_SHARED = 16
 """A shared prefix of fewer tokens is not worth sharing."""
 
+WHOLE_GROUP = 2
+"""A group may exceed a batch's tokens so many times: in two batches its prefix would be computed twice."""
+
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     """Returns the number of leading tokens that two rows of ids share."""

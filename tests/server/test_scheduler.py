@@ -83,7 +83,7 @@ def test_all_of_a_small_request_joins_although_everything_begins_alike() -> None
 
 def test_a_shared_beginning_costs_once() -> None:
     s = scheduler()
-    rows = [Sequence(np.concatenate([np.arange(50), np.full(10, 100 + i)])) for i in range(6)]
+    rows = [Sequence(np.concatenate([np.arange(50), np.full(10, 100 + i)])) for i in range(20)]
     s.add(Job(rows))
     batch = s.take(0.0)
     assert batch is not None and len(batch.entries) == 5 and batch.num_tokens == 50 + 5 * 10
@@ -94,7 +94,7 @@ def test_large_answers_make_smaller_batches(shares: bool) -> None:
     """Equal sequences cost one computation, and each an answer that stays in memory until the batch is done."""
     s = scheduler(shares=shares)
     query = LogprobQuery(answer_bytes=20 * ANSWER_BYTES_A_TOKEN)
-    s.add(Job([Sequence(np.arange(30), query=query) for _ in range(8)]))
+    s.add(Job([Sequence(np.arange(30), query=query) for _ in range(12)]))
     assert taken(s.take(0.0)) == [30] * (3 if shares else 2)
 
 
@@ -129,6 +129,17 @@ def test_a_long_prompt_is_not_computed_twice_to_fill_a_batch() -> None:
     batch = s.take(0.0)
     assert taken(batch) == [450] * 8
     assert batch is not None and batch.num_tokens == 800
+
+
+@pytest.mark.parametrize(("responses", "sizes"), [(32, [32]), (36, [12, 24])], ids=["whole", "more than twice"])
+def test_a_group_may_have_twice_the_budget(responses: int, sizes: list[int]) -> None:
+    """In two batches its prompt would be computed twice; what is left of a larger one is whole again."""
+    s = scheduler(max_batch_tokens=1000)
+    s.add(prompt_and_responses(shared=400, responses=responses, length=50))
+    s.add(job(100))
+    batches = [s.take(0.0), s.take(0.0)]
+    assert [len(taken(batch)) for batch in batches[: len(sizes)]] == sizes
+    assert sum(batch.num_tokens for batch in batches[: len(sizes)]) == 400 * len(sizes) + 50 * responses
 
 
 def test_a_short_prompt_fills_a_batch_though_it_is_computed_twice() -> None:

@@ -18,12 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from guerdon.core import Sequence
+from guerdon.core import WHOLE_GROUP, Sequence
 from guerdon.engine.packing import PackedBatch, Span, indices, pack
-
-WHOLE_GROUP = 2
-"""Times the budget that a batch may have to end with a whole group, on CPUs and without gradients, where memory is
-plenty: cut, the group would compute its prompt again."""
 
 
 @dataclass(slots=True)
@@ -135,6 +131,7 @@ class Batcher:
                 yield MicroBatch(row, [i], [((0, len(row)),)], np.array([len(row) - 1]))
 
     def _packed(self, path: str, rows: list[np.ndarray], limits: list[int | None], budget: int) -> Iterator[MicroBatch]:
+        # On CPUs without gradients memory is plenty.
         most = min(WHOLE_GROUP * budget, self._most_tokens) if self._on_cpu and not torch.is_grad_enabled() else budget
         for batch in pack(rows, budget=budget, share=path == "packed+shared", limits=limits, most=most):
             if batch.num_tokens == 1:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Hashable
 from collections.abc import Sequence as ListLike
 
-from guerdon.core import MIN_SHARED, Sequence, common_prefix
+from guerdon.core import MIN_SHARED, WHOLE_GROUP, Sequence, common_prefix
 from guerdon.server.batching.jobs import Job
 from guerdon.teacher_core import ANSWER_BYTES_A_TOKEN
 
@@ -53,8 +53,8 @@ class PrefixGroups:
     def members(self, job: Job, budget: int) -> list[tuple[Job, int, int]]:
         """Returns the group of the job's next sequence, the job's own first, with the tokens each adds to a batch.
 
-        At most half a budget of a shared prefix counts, so that a long prompt keeps its responses together. A group
-        larger than one budget is cut there, because all of a queue may begin alike.
+        At most half a budget of a shared prefix counts, so that a long prompt keeps its responses together. Ends behind
+        the first member beyond what a whole group may have, because all of a queue may begin alike.
         """
         first = job.sequences[job.waiting[0]]
         if not self._is_on:
@@ -74,7 +74,7 @@ class PrefixGroups:
                 total -= surplus
             members.append((owner, i, cost))
             total += cost
-            if total > budget and len(members) > 1:
+            if total > WHOLE_GROUP * budget and len(members) > 1:
                 break
         return members
 
