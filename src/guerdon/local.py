@@ -7,23 +7,14 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack
 
 from guerdon.assembly import build_service
 from guerdon.client import Head, Scores, TeacherAnswers
-from guerdon.client.calls import (
-    Call,
-    Conversations,
-    Integers,
-    ModelSignature,
-    Texts,
-    TokenRows,
-    make_request,
-    prepare_score,
-)
+from guerdon.client.calls import Call, ModelSignature, make_request, prepare_score
+from guerdon.client.reward_client import ScoreArgs
 from guerdon.client.teacher_calls import (
     GivenIds,
     TeacherArgs,
@@ -136,47 +127,13 @@ class LocalRewardModel(_LocalModel):
         """
         super().__init__(from_mapping(ModelConfig, {**_PATIENT, **settings, "model": str(model)}))
 
-    def score(
-        self,
-        *,
-        texts: Texts | None = None,
-        messages: Conversations | None = None,
-        tokens: TokenRows | None = None,
-        groups: Integers | None = None,
-        prompt_lengths: Integers | None = None,
-        steps: TokenRows | None = None,
-        prompts: Texts | None = None,
-        labels: Sequence[Any] | None = None,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        pad_to_length: int | None = None,
-    ) -> Scores:
+    def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
         """Returns the samples' scores; blocks. Takes what `RewardClient.score` takes and raises what a server would."""
-        request = make_request(
-            texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
-        )
-        return self._submit(prepare_score(self._name, request)).result()
+        return self.submit(**samples).result()
 
-    def submit(
-        self,
-        *,
-        texts: Texts | None = None,
-        messages: Conversations | None = None,
-        tokens: TokenRows | None = None,
-        groups: Integers | None = None,
-        prompt_lengths: Integers | None = None,
-        steps: TokenRows | None = None,
-        prompts: Texts | None = None,
-        labels: Sequence[Any] | None = None,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        pad_to_length: int | None = None,
-    ) -> Future[Scores]:
+    def submit(self, **samples: Unpack[ScoreArgs]) -> Future[Scores]:
         """Returns a future of `score`'s result at once; cancelling drops the samples. Thousands may be in progress."""
-        request = make_request(
-            texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
-        )
-        return self._submit(prepare_score(self._name, request))
+        return self._submit(prepare_score(self._name, make_request(**samples)))
 
 
 class LocalJudge(LocalRewardModel):

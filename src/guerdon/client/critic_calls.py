@@ -6,13 +6,23 @@ import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import orjson
 
 from guerdon.client import calls
-from guerdon.client.calls import Call, Integers, ModelSignature, TokenRows, number_row, pad_rows, token_rows
+from guerdon.client.calls import (
+    Call,
+    Conversations,
+    Integers,
+    ModelSignature,
+    Texts,
+    TokenRows,
+    number_row,
+    pad_rows,
+    token_rows,
+)  # fmt: skip
 from guerdon.core import ScoreRequest
 from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Gae, Operation, TrainReport, TrainRequest
 from guerdon.errors import InvalidRequest, ServerFault
@@ -52,6 +62,66 @@ class CriticScores:
         """Returns itself; raises SampleFailed naming the first failed sample if there is one."""
         calls.raise_first(self.errors)
         return self
+
+
+class InferArgs(TypedDict, total=False):
+    """What goes with the samples whose values are asked: as for `RewardClient.score`.
+
+    Give exactly one of `texts`, `messages` and tokens, which may be padded if `lengths` has each row's own number.
+    """
+
+    texts: Texts
+    messages: Conversations
+    groups: Integers | None
+    prompt_lengths: Integers | None
+    timeout_s: float | None
+    pad_to_length: int | None
+    lengths: Integers | None
+
+
+class TreeArgs(InferArgs, total=False):
+    """`InferArgs`, and with `parents` rows of tokens are segments of trees.
+
+    Row i follows row `parents[i]`, an earlier one, or begins a tree if that is -1. Each has the values of its own
+    tokens; shared ones are computed once.
+    """
+
+    parents: Integers | None
+
+
+class BatchArgs(TypedDict, total=False):
+    """What goes with the rows to train or validate on.
+
+    Rows may be padded if `lengths` has each T_i. In place of returns and previous values the critic estimates both from
+    `rewards`, one a row or T_i - 1 of them, with its own values by `gae` (default: no discount, λ 1). With `parents`
+    rows are segments of trees, as for `infer`, and have T_i entries of each other array: entry t belongs to the action
+    at token t. A root's first is not read.
+    """
+
+    rewards: Rewards | None
+    gae: Gae | None
+    lengths: Integers | None
+    parents: Integers | None
+
+
+class TrainArgs(BatchArgs, total=False):
+    """`BatchArgs`; the critic is trained on all rows `updates` times (1).
+
+    A `train_id` (default: a new one) is never applied twice; the second time the server repeats its answer.
+    """
+
+    updates: int
+    train_id: str | None
+
+
+def make_infer_request(
+    tokens: TokenRows | None, parents: Integers | None = None, **samples: Unpack[InferArgs]
+) -> tuple[ScoreRequest, np.ndarray | None]:
+    """Returns the request for the samples' values, and each row's parent, int64; raises InvalidRequest."""
+    if unknown := set(samples) - InferArgs.__annotations__.keys():
+        raise TypeError(f"a critic's infer takes no {' and no '.join(sorted(unknown))}")
+    request = calls.make_request(tokens=tokens, **samples)
+    return request, None if parents is None else parent_row(parents, len(request))
 
 
 def make_train_request(

@@ -7,16 +7,20 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from guerdon.client.addresses import Credentials, addresses
-from guerdon.client.calls import Call, Conversations, Integers, Texts, TokenRows, make_request
+from guerdon.client.calls import Call, Integers, TokenRows
 from guerdon.client.critic_calls import (
+    BatchArgs,
     CriticScores,
+    InferArgs,
     Rewards,
     Rows,
+    TrainArgs,
+    TreeArgs,
+    make_infer_request,
     make_train_request,
-    parent_row,
     prepare_control,
     prepare_infer,
     prepare_train,
@@ -25,7 +29,6 @@ from guerdon.client.critic_calls import (
 from guerdon.client.faces import AsyncClient, BlockingClient, CallFuture
 from guerdon.client.ordering import AsyncTrainFuture, OrderedSession, TrainFuture
 from guerdon.client.retry import RetryPolicy, Steps
-from guerdon.core import ScoreRequest
 from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Gae, Operation, TrainReport, TrainRequest
 from guerdon.errors import Cancelled
 
@@ -57,10 +60,13 @@ class CriticModels:
         return [self._main_model()] if isinstance(self._name, str) else list(self._name.values())
 
     def _infer_steps(
-        self, session: OrderedSession, request: ScoreRequest, needs_rewards: bool, parents: Integers | None
+        self, session: OrderedSession, tokens: TokenRows | None, samples: InferArgs | TreeArgs, needs_rewards: bool
     ) -> Steps[CriticScores]:
-        row = None if parents is None else parent_row(parents, len(request))
-        return session.caller.ask(prepare_infer(self._main_model(), request, needs_rewards=needs_rewards, parents=row))
+        if needs_rewards and "parents" in samples:
+            raise TypeError("rewards of trees cannot be asked: leave parents out")
+        request, parents = make_infer_request(tokens, **samples)
+        call = prepare_infer(self._main_model(), request, needs_rewards=needs_rewards, parents=parents)
+        return session.caller.ask(call)
 
     def _train_steps(self, session: OrderedSession, request: TrainRequest, train_id: str | None) -> Steps[TrainReport]:
         call = prepare_train(self._model(Operation.TRAIN), request)
@@ -68,7 +74,21 @@ class CriticModels:
         state = None if train_id is None else self._control_call(ControlRequest(Operation.STATE))
         return session.reset_check.report(session.caller, call, state=state)
 
-    def _validate_steps(self, session: OrderedSession, request: TrainRequest) -> Steps[TrainReport]:
+    def _validate_steps(
+        self,
+        session: OrderedSession,
+        tokens: TokenRows,
+        returns: Rows | None,
+        prev_values: Rows | None,
+        mask: Rows | None,
+        rewards: Rewards | None = None,
+        gae: Gae | None = None,
+        lengths: Integers | None = None,
+        parents: Integers | None = None,
+    ) -> Steps[TrainReport]:
+        request = make_train_request(
+            tokens, returns, prev_values, mask, lengths=lengths, rewards=rewards, gae=gae, parents=parents
+        )
         call = prepare_train(self._model(Operation.VALIDATE), request)
         return session.reset_check.report(session.caller, call, trains=False)
 
@@ -109,91 +129,23 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         new_session = _session_factory(url, policy, max_in_flight, credentials)
         super().__init__(new_session, (url, name, policy, max_in_flight, credentials))
 
-    def infer(
-        self,
-        tokens: TokenRows | None = None,
-        *,
-        lengths: Integers | None = None,
-        parents: Integers | None = None,
-        texts: Texts | None = None,
-        messages: Conversations | None = None,
-        groups: Integers | None = None,
-        prompt_lengths: Integers | None = None,
-        timeout_s: float | None = None,
-        pad_to_length: int | None = None,
-    ) -> CriticScores:
-        """Returns the samples' values, without rewards; blocks. Raises the class that the server raised.
+    def infer(self, tokens: TokenRows | None = None, **samples: Unpack[TreeArgs]) -> CriticScores:
+        """Returns the samples' values, without rewards; blocks. Raises the class that the server raised."""
+        return self._wait(self._infer(tokens, samples))
 
-        Give exactly one of `texts`, `messages` and `tokens`: a list of samples, as to `RewardClient.score`; `tokens`
-        may be padded if `lengths` has each row's own number of tokens, as for `train`. `groups` and `prompt_lengths`
-        are hints as in `ScoreRequest`. `timeout_s` limits this call from when it is first sent.
-        With `parents` rows of tokens are segments of trees: row i follows row `parents[i]`, an earlier one, or begins a
-        tree if that is -1. Each has the values of its own tokens; shared ones are computed once.
-        `pad_to_length` is for servers that batch only requests of one width; guerdon's needs none.
-        """
-        request = make_request(
-            texts, messages, tokens, groups, prompt_lengths,
-            timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
-        )  # fmt: skip
-        return self._wait(self._infer(request, parents=parents))
-
-    def infer_with_rewards(
-        self,
-        tokens: TokenRows | None = None,
-        *,
-        lengths: Integers | None = None,
-        texts: Texts | None = None,
-        messages: Conversations | None = None,
-        groups: Integers | None = None,
-        prompt_lengths: Integers | None = None,
-        timeout_s: float | None = None,
-        pad_to_length: int | None = None,
-    ) -> CriticScores:
+    def infer_with_rewards(self, tokens: TokenRows | None = None, **samples: Unpack[InferArgs]) -> CriticScores:
         """Returns the samples' values and rewards; raises InvalidRequest if the server has no reward model."""
-        request = make_request(
-            texts, messages, tokens, groups, prompt_lengths,
-            timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
-        )  # fmt: skip
-        return self._wait(self._infer(request, needs_rewards=True))
+        return self._wait(self._infer(tokens, samples, needs_rewards=True))
 
-    def submit(
-        self,
-        tokens: TokenRows | None = None,
-        *,
-        lengths: Integers | None = None,
-        parents: Integers | None = None,
-        texts: Texts | None = None,
-        messages: Conversations | None = None,
-        groups: Integers | None = None,
-        prompt_lengths: Integers | None = None,
-        timeout_s: float | None = None,
-        pad_to_length: int | None = None,
-    ) -> Future[CriticScores]:
+    def submit(self, tokens: TokenRows | None = None, **samples: Unpack[TreeArgs]) -> Future[CriticScores]:
         """Returns a future of `infer`'s result, at once; thousands may be under way."""
-        request = make_request(
-            texts, messages, tokens, groups, prompt_lengths,
-            timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
-        )  # fmt: skip
-        return self._infer(request, parents=parents)
+        return self._infer(tokens, samples)
 
     def submit_with_rewards(
-        self,
-        tokens: TokenRows | None = None,
-        *,
-        lengths: Integers | None = None,
-        texts: Texts | None = None,
-        messages: Conversations | None = None,
-        groups: Integers | None = None,
-        prompt_lengths: Integers | None = None,
-        timeout_s: float | None = None,
-        pad_to_length: int | None = None,
+        self, tokens: TokenRows | None = None, **samples: Unpack[InferArgs]
     ) -> Future[CriticScores]:
         """Returns a future of `infer_with_rewards`'s result, at once."""
-        request = make_request(
-            texts, messages, tokens, groups, prompt_lengths,
-            timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
-        )  # fmt: skip
-        return self._infer(request, needs_rewards=True)
+        return self._infer(tokens, samples, needs_rewards=True)
 
     def train(
         self,
@@ -201,35 +153,19 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         returns: Rows | None = None,
         prev_values: Rows | None = None,
         mask: Rows | None = None,
-        *,
-        rewards: Rewards | None = None,
-        gae: Gae | None = None,
-        updates: int = 1,
-        lengths: Integers | None = None,
-        parents: Integers | None = None,
-        train_id: str | None = None,
+        **options: Unpack[TrainArgs],
     ) -> TrainFuture[TrainReport]:
         """Returns a future of the report on training on these rows, at once.
 
-        Row i has T_i tokens and T_i - 1 entries of each other array. Rows may be padded if `lengths` has each T_i.
-        Without it, an array `[N, T]` is N rows of T tokens, of which the mask says what is learnt. The critic is
-        trained on all rows `updates` times. A `train_id` (default: a new one) is never applied twice; the second time
-        the server repeats its answer. A failure is logged; if nobody has looked at the future by the next call, that
+        Row i has T_i tokens and T_i - 1 entries of each other array. Without `lengths` an array `[N, T]` is N rows of T
+        tokens, of which the mask says what is learnt. Give `returns` and `prev_values`, or `rewards`: the report then
+        has `advantages` and `returns`. A failure is logged; if nobody has looked at the future by the next call, that
         call raises it.
-
-        Give `returns` and `prev_values`, or `rewards`, one a row or T_i - 1 of them, from which the critic estimates
-        both with its own values by `gae` (default: no discount, λ 1). The report then has `advantages` and `returns`.
-
-        With `parents` rows are segments of trees, as for `infer`, and have T_i entries of each other array: entry t
-        belongs to the action at token t. A root's first is not read.
         """
-        request = make_train_request(
-            tokens, returns, prev_values, mask, train_id, lengths,
-            updates=updates, rewards=rewards, gae=gae, parents=parents,
-        )  # fmt: skip
+        request = make_train_request(tokens, returns, prev_values, mask, **options)
         session = self._here().session
         future: TrainFuture[TrainReport] = TrainFuture(self._here(), request.id)
-        return self._start(self._train_steps(session, request, train_id), future, alone=True)
+        return self._start(self._train_steps(session, request, options.get("train_id")), future, alone=True)
 
     def train_loss(
         self, tokens: TokenRows, returns: Rows, prev_values: Rows, mask: Rows, *, lengths: Integers | None = None
@@ -250,17 +186,11 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         returns: Rows | None = None,
         prev_values: Rows | None = None,
         mask: Rows | None = None,
-        *,
-        rewards: Rewards | None = None,
-        gae: Gae | None = None,
-        lengths: Integers | None = None,
-        parents: Integers | None = None,
+        **options: Unpack[BatchArgs],
     ) -> TrainReport:
         """Returns the loss and its metrics on these rows, without training; blocks. Arguments are as for `train`."""
-        request = make_train_request(
-            tokens, returns, prev_values, mask, lengths=lengths, rewards=rewards, gae=gae, parents=parents
-        )
-        return self._wait(self._start(self._validate_steps(self._here().session, request), CallFuture(self._here())))
+        steps = self._validate_steps(self._here().session, tokens, returns, prev_values, mask, **options)
+        return self._wait(self._start(steps, CallFuture(self._here())))
 
     def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
         """Saves a checkpoint with these metrics and returns it, or None if a user's own server saves elsewhere."""
@@ -303,9 +233,9 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
             endpoint.seen = before.seen  # waits for a server that is away, instead of failing at once
 
     def _infer(
-        self, request: ScoreRequest, *, needs_rewards: bool = False, parents: Integers | None = None
+        self, tokens: TokenRows | None, samples: InferArgs | TreeArgs, *, needs_rewards: bool = False
     ) -> Future[CriticScores]:
-        steps = self._infer_steps(self._here().session, request, needs_rewards, parents)
+        steps = self._infer_steps(self._here().session, tokens, samples, needs_rewards)
         return self._start(steps, CallFuture(self._here()))
 
     def _control(self, request: ControlRequest) -> Future[Any]:
@@ -340,64 +270,17 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         session = OrderedSession(addresses(url, credentials), policy, max_in_flight)
         super().__init__(session, (url, name, policy, max_in_flight, credentials))
 
-    async def infer(
-        self,
-        tokens: TokenRows | None = None,
-        *,
-        lengths: Integers | None = None,
-        parents: Integers | None = None,
-        texts: Texts | None = None,
-        messages: Conversations | None = None,
-        groups: Integers | None = None,
-        prompt_lengths: Integers | None = None,
-        timeout_s: float | None = None,
-        pad_to_length: int | None = None,
-    ) -> CriticScores:
+    async def infer(self, tokens: TokenRows | None = None, **samples: Unpack[TreeArgs]) -> CriticScores:
         """Returns the samples' values. Cancelling the task cancels the request, at the server too."""
-        request = make_request(
-            texts, messages, tokens, groups, prompt_lengths,
-            timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
-        )  # fmt: skip
-        return await self._infer(request, parents=parents)
+        return await self._infer(tokens, samples)
 
-    async def infer_with_rewards(
-        self,
-        tokens: TokenRows | None = None,
-        *,
-        lengths: Integers | None = None,
-        texts: Texts | None = None,
-        messages: Conversations | None = None,
-        groups: Integers | None = None,
-        prompt_lengths: Integers | None = None,
-        timeout_s: float | None = None,
-        pad_to_length: int | None = None,
-    ) -> CriticScores:
+    async def infer_with_rewards(self, tokens: TokenRows | None = None, **samples: Unpack[InferArgs]) -> CriticScores:
         """Returns the samples' values and rewards; raises InvalidRequest if the server has no reward model."""
-        request = make_request(
-            texts, messages, tokens, groups, prompt_lengths,
-            timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
-        )  # fmt: skip
-        return await self._infer(request, needs_rewards=True)
+        return await self._infer(tokens, samples, needs_rewards=True)
 
-    def submit(
-        self,
-        tokens: TokenRows | None = None,
-        *,
-        lengths: Integers | None = None,
-        parents: Integers | None = None,
-        texts: Texts | None = None,
-        messages: Conversations | None = None,
-        groups: Integers | None = None,
-        prompt_lengths: Integers | None = None,
-        timeout_s: float | None = None,
-        pad_to_length: int | None = None,
-    ) -> asyncio.Task[CriticScores]:
+    def submit(self, tokens: TokenRows | None = None, **samples: Unpack[TreeArgs]) -> asyncio.Task[CriticScores]:
         """Returns a task of `infer`, started at once."""
-        request = make_request(
-            texts, messages, tokens, groups, prompt_lengths,
-            timeout_s=timeout_s, pad_to_length=pad_to_length, lengths=lengths,
-        )  # fmt: skip
-        return self._infer(request, parents=parents)
+        return self._infer(tokens, samples)
 
     def train(
         self,
@@ -405,21 +288,12 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         returns: Rows | None = None,
         prev_values: Rows | None = None,
         mask: Rows | None = None,
-        *,
-        rewards: Rewards | None = None,
-        gae: Gae | None = None,
-        updates: int = 1,
-        lengths: Integers | None = None,
-        parents: Integers | None = None,
-        train_id: str | None = None,
+        **options: Unpack[TrainArgs],
     ) -> AsyncTrainFuture:
         """Returns a future of the report to await, as `CriticClient.train` does; the request starts at once."""
-        request = make_train_request(
-            tokens, returns, prev_values, mask, train_id, lengths,
-            updates=updates, rewards=rewards, gae=gae, parents=parents,
-        )  # fmt: skip
+        request = make_train_request(tokens, returns, prev_values, mask, **options)
         future = AsyncTrainFuture(request.id)
-        steps = self._train_steps(self._session, request, train_id)
+        steps = self._train_steps(self._session, request, options.get("train_id"))
         task = self._start(steps, alone=True, is_wanted=lambda: not future.cancelled())
         task.add_done_callback(functools.partial(self._end_training, future))
         return future
@@ -430,17 +304,10 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         returns: Rows | None = None,
         prev_values: Rows | None = None,
         mask: Rows | None = None,
-        *,
-        rewards: Rewards | None = None,
-        gae: Gae | None = None,
-        lengths: Integers | None = None,
-        parents: Integers | None = None,
+        **options: Unpack[BatchArgs],
     ) -> TrainReport:
         """Returns the loss and its metrics on these rows, without training. Arguments are as for `train`."""
-        request = make_train_request(
-            tokens, returns, prev_values, mask, lengths=lengths, rewards=rewards, gae=gae, parents=parents
-        )
-        return await self._start(self._validate_steps(self._session, request))
+        return await self._start(self._validate_steps(self._session, tokens, returns, prev_values, mask, **options))
 
     async def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
         """Saves a checkpoint with these metrics and returns it, or None if a user's own server saves elsewhere."""
@@ -463,9 +330,9 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         return await self._control(ControlRequest(Operation.STATE))
 
     def _infer(
-        self, request: ScoreRequest, *, needs_rewards: bool = False, parents: Integers | None = None
+        self, tokens: TokenRows | None, samples: InferArgs | TreeArgs, *, needs_rewards: bool = False
     ) -> asyncio.Task[CriticScores]:
-        return self._start(self._infer_steps(self._session, request, needs_rewards, parents))
+        return self._start(self._infer_steps(self._session, tokens, samples, needs_rewards))
 
     def _control(self, request: ControlRequest) -> asyncio.Task[Any]:
         steps, alone = self._control_steps(self._session, request)

@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 from guerdon.client.addresses import Credentials, addresses
 from guerdon.client.calls import Conversations, Integers, Scores, Texts, TokenRows, make_request, prepare_score
@@ -20,7 +20,14 @@ _ASKS = "a RewardClient asks what gives rewards, such as guerdon serve serves"
 
 
 class ScoreArgs(TypedDict, total=False):
-    """The arguments of `RewardClient.score`."""
+    """The keyword arguments of `RewardClient.score`; give exactly one of `texts`, `messages` and `tokens`.
+
+    `messages` are conversations, `tokens` token ids, sequences of any length. Every list has one entry a sample:
+    `groups`, `prompt_lengths` and `steps` as in `ScoreRequest`; `prompts` (text) for functions, and for encoders, which
+    read pairs; `labels` (any JSON value) for functions; sent only if the model takes them. `timeout_s` limits the call
+    from when it is first sent, and is sent to the server; samples of higher `priority` (up to 99) go first.
+    `pad_to_length` is for servers that batch only requests of one width, such as PyTriton's; guerdon's needs none.
+    """
 
     texts: Texts
     messages: Conversations
@@ -58,55 +65,15 @@ class RewardClient(BlockingClient[Session]):
         new_session = functools.partial(Session, addresses(url, credentials), policy, max_in_flight, _ASKS)
         super().__init__(new_session, (url, model, policy, max_in_flight, credentials))
 
-    def score(
-        self,
-        *,
-        texts: Texts | None = None,
-        messages: Conversations | None = None,
-        tokens: TokenRows | None = None,
-        groups: Integers | None = None,
-        prompt_lengths: Integers | None = None,
-        steps: TokenRows | None = None,
-        prompts: Texts | None = None,
-        labels: Sequence[Any] | None = None,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        pad_to_length: int | None = None,
-    ) -> Scores:
-        """Returns the samples' scores; blocks. Raises the class that the server raised.
+    def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
+        """Returns the samples' scores; blocks. Raises the class that the server raised."""
+        request = make_request(**samples)
+        return self._call(self._caller.ask(prepare_score(self._model, request)), request.priority)
 
-        Give exactly one of `texts`, `messages` (conversations) and `tokens` (token ids, sequences of any length): a
-        list of samples. Every other list has one entry a sample: `groups`, `prompt_lengths` and `steps` as in
-        `ScoreRequest`; `prompts` (text) for functions, and for encoders, which read pairs; `labels` (any JSON value)
-        for functions; sent only if the model takes them. `timeout_s` limits this call from when it is first sent, and
-        is sent to the server; samples of higher `priority` (up to 99) go first. `pad_to_length` is for servers that
-        batch only requests of one width, such as PyTriton's; guerdon's needs none.
-        """
-        request = make_request(
-            texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
-        )
-        return self._call(self._caller.ask(prepare_score(self._model, request)), priority)
-
-    def submit(
-        self,
-        *,
-        texts: Texts | None = None,
-        messages: Conversations | None = None,
-        tokens: TokenRows | None = None,
-        groups: Integers | None = None,
-        prompt_lengths: Integers | None = None,
-        steps: TokenRows | None = None,
-        prompts: Texts | None = None,
-        labels: Sequence[Any] | None = None,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        pad_to_length: int | None = None,
-    ) -> Future[Scores]:
+    def submit(self, **samples: Unpack[ScoreArgs]) -> Future[Scores]:
         """Returns a future of `score`'s result, at once; thousands may be under way."""
-        request = make_request(
-            texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
-        )
-        return self._submit(self._caller.ask(prepare_score(self._model, request)), priority)
+        request = make_request(**samples)
+        return self._submit(self._caller.ask(prepare_score(self._model, request)), request.priority)
 
     def _main_model(self) -> str:
         return self._model
@@ -129,47 +96,13 @@ class AsyncRewardClient(AsyncClient[Session]):
         session = Session(addresses(url, credentials), policy, max_in_flight, _ASKS)
         super().__init__(session, (url, model, policy, max_in_flight, credentials))
 
-    async def score(
-        self,
-        *,
-        texts: Texts | None = None,
-        messages: Conversations | None = None,
-        tokens: TokenRows | None = None,
-        groups: Integers | None = None,
-        prompt_lengths: Integers | None = None,
-        steps: TokenRows | None = None,
-        prompts: Texts | None = None,
-        labels: Sequence[Any] | None = None,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        pad_to_length: int | None = None,
-    ) -> Scores:
+    async def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
         """Returns what `RewardClient.score` returns. Cancelling the task cancels the request, at the server too."""
-        request = make_request(
-            texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
-        )
-        return await self._score(request)
+        return await self._score(make_request(**samples))
 
-    def submit(
-        self,
-        *,
-        texts: Texts | None = None,
-        messages: Conversations | None = None,
-        tokens: TokenRows | None = None,
-        groups: Integers | None = None,
-        prompt_lengths: Integers | None = None,
-        steps: TokenRows | None = None,
-        prompts: Texts | None = None,
-        labels: Sequence[Any] | None = None,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        pad_to_length: int | None = None,
-    ) -> asyncio.Task[Scores]:
+    def submit(self, **samples: Unpack[ScoreArgs]) -> asyncio.Task[Scores]:
         """Returns a task of `score`, started at once."""
-        request = make_request(
-            texts, messages, tokens, groups, prompt_lengths, steps, prompts, labels, priority, timeout_s, pad_to_length
-        )
-        return asyncio.create_task(self._score(request))
+        return asyncio.create_task(self._score(make_request(**samples)))
 
     async def _score(self, request: ScoreRequest) -> Scores:
         return await self._session.run(self._session.caller.ask(prepare_score(self._model, request)), request.priority)
