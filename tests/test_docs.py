@@ -8,6 +8,8 @@ import importlib
 import inspect
 import re
 import shlex
+import subprocess
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from guerdon.server.metrics import COLLECTED, TABLE
 from guerdon.settings.actors import DistillRunConfig, PPORunConfig, ReinforceRunConfig
 from guerdon.settings.config import CriticConfig, EngineConfig, ServerConfig
 from guerdon.settings.fields import from_mapping
+from processes import environment
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -78,10 +81,12 @@ parser = functools.cache(cli.make_parser)
 
 @functools.cache
 def helps() -> list[str]:
-    """The help of each command, and torchrun's."""
+    """The help of each command, torchrun's, and that of the load test."""
     texts = [parser().format_help(), torchrun.get_args_parser().format_help()]
     for action in parser()._subparsers._group_actions:  # type: ignore[union-attr]
         texts += [command.format_all_help() for command in action.choices.values()]  # type: ignore[union-attr]
+    script = [sys.executable, ROOT / "benchmarks/server_load.py", "--help"]
+    texts.append(subprocess.run(script, capture_output=True, text=True, check=True, env=environment()).stdout)
     return texts
 
 

@@ -254,7 +254,7 @@ _PURPOSES = {
     "grpc": "grpc:// URLs",
     "server": "serve, serve-critic, serve-teacher, serve-judge, score --model",
     "actor": "reinforce, ppo, distill",
-    "plot": "bench --plot",
+    "plot": "score --plot",
     "otel": "serve --traces",
     "lora": "low-rank adapters",
     "8bit": "the optimiser adamw_8bit",

@@ -17,8 +17,8 @@ from guerdon.settings.fields import nearest
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 FILES = {
-    "MODEL", "IN", "CONFIG", "FILE", "config", "out", "data", "model", "reward_model", "api_keys_file", "tls_cert",
-    "tls_key", "tls_client_ca", "policy.model", "data.prompts", "data.validation", "json", "plot",
+    "MODEL", "IN", "CONFIG", "FILE", "config", "out", "model", "reward_model", "api_keys_file", "tls_cert",
+    "tls_key", "tls_client_ca", "policy.model", "data.prompts", "data.validation", "plot",
 }  # fmt: skip
 """Arguments that take the path of a file, or of a file or folder."""
 FOLDERS = {"checkpoint_dir", "model_repository", "run.output_dir", "FOLDER"}

@@ -62,7 +62,6 @@ def make_parser() -> Parser:
     _add_actor(commands, "reinforce", "Train a policy by REINFORCE, RLOO or GRPO.", ReinforceRunConfig, run_reinforce)
     _add_actor(commands, "ppo", "Train a policy by PPO with a served critic.", PPORunConfig, run_ppo)
     _add_actor(commands, "distill", "Distil a served teacher into a policy.", DistillRunConfig, run_distill)
-    _add_bench(commands)
     _add_doctor(commands)
     _add_convert(commands)
     _add_completion(commands, parser)
@@ -403,29 +402,7 @@ def _train(config: ActorConfig) -> int:
     return launch.run(config, distill.train)
 
 
-# bench, doctor, convert, completion
-
-
-def _add_bench(commands: Any) -> None:
-    def add_flags(parser: Parser) -> None:
-        from guerdon.cli.bench import benching
-
-        parser.show_first(
-            "model", "data", "responses", "prompt_tokens", "response_tokens", "concurrency", "rate", "seconds", "json",
-            "plot",
-        )  # fmt: skip
-        benching.add(parser)
-
-    parser = _add_command(commands, "bench", "Measure a server under a trainer's load.", run_bench, add_flags)
-    parser.usage = "guerdon bench URL ... [--FLAG VALUE ...]"
-
-
-def run_bench(args: argparse.Namespace) -> int:
-    """Measures a server; returns the exit status."""
-    console.check_single_process("bench")
-    from guerdon.cli.bench import benching
-
-    return benching.run(args)
+# doctor, convert, completion
 
 
 def _add_doctor(commands: Any) -> None:
