@@ -323,7 +323,6 @@ def test_the_scripts_are_valid(shell: str, scripts: Path) -> None:
 def test_arguments_that_take_a_path_exist() -> None:
     dests = set()
     for parser in parsers().values():
-        parser.fill()
         dests |= {action.dest for action in parser._actions}
     assert dests >= FILES | FOLDERS
     by_name = {dest for dest in dests if re.search(r"(_|\.)(dir|file|folder|path)$", dest)}

@@ -68,15 +68,9 @@ def make_parser() -> Parser:
     return parser
 
 
-def _add_command(
-    commands: Any,
-    name: str,
-    summary: str,
-    run: Callable[[argparse.Namespace], int | None],
-    add_late: Callable[[Parser], None] | None = None,
-) -> Parser:
+def _add_command(commands: Any, name: str, summary: str, run: Callable[[argparse.Namespace], int | None]) -> Parser:
     examples, notes = helps.COMMANDS[name]
-    parser: Parser = commands.add_parser(name, help=summary, add_late=add_late)
+    parser: Parser = commands.add_parser(name, help=summary)
     parser.description, parser.epilog = examples, notes
     parser.set_defaults(run=run)
     return parser
@@ -406,19 +400,19 @@ def _train(config: ActorConfig) -> int:
 
 
 def _add_doctor(commands: Any) -> None:
-    def add_flags(parser: Parser) -> None:
-        from guerdon.cli import doctor
-
-        doctor.add(parser)
-
-    _add_command(commands, "doctor", "Check the installation, the machine and servers.", run_doctor, add_flags)
+    parser = _add_command(commands, "doctor", "Check the installation, the machine and servers.", run_doctor)
+    parser.add_argument(
+        "TARGET", nargs="*", metavar="URL|MODEL",
+        help="Servers (http:// or grpc:// URLs) and models (folders or hub ids) to check as well.",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="Write the findings as JSON.")
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Checks the installation, the machine and servers; returns the exit status."""
-    from guerdon.cli import doctor
+    """Prints every finding as it comes, and the number of problems; returns 1 if there is one."""
+    from guerdon.cli import doctor, findings
 
-    return doctor.run(args)
+    return Exit.FAILED if findings.report(doctor.examine(args.TARGET), as_json=args.json) else Exit.DONE
 
 
 def _add_convert(commands: Any) -> None:
