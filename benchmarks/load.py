@@ -1,6 +1,6 @@
 """Raw HTTP/1.1 requests on kept connections: the transport of benchmarks, with as little client work as possible.
 
-The loops are those of `guerdon bench`; a closed loop keeps requests in flight, an open one sends each at its time.
+The loops are those of load_generator.py; a closed loop keeps requests in flight, an open one sends each at its time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import httptools
 import numpy as np
 import uvloop
 
-from guerdon.cli.bench.driving import Extent, LoadGenerator
+from load_generator import Extent, LoadGenerator
 
 _MAX_CONNECTIONS = 20_000
 

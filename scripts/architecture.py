@@ -90,7 +90,7 @@ def _clients(sheet: Sheet) -> None:
     boxes = (
         ("Trainers", "OpenRLHF, slime, TRL, verl, AReaL,\nNeMo-RL, SkyRL, verifiers, trlX", 8.2),
         ("guerdon reinforce, ppo, distill", "generate, get rewards, values\nor log-probs, train", 8.2),
-        ("RewardClient, CriticClient", "guerdon score, guerdon bench,\nyour own program", 8.2),
+        ("RewardClient, CriticClient", "guerdon score, your own program", 8.2),
         ("Clients of other servers", "Triton, vLLM, SGLang, TEI", 6.8),
         ("Browser, Prometheus", "the page at /, /metrics", 6.8),
     )

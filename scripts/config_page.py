@@ -92,8 +92,8 @@ An item of `models:` with `kind: chat_judge`, or a component's `judge:` in a sum
 CRITIC = """\
 # Settings of a critic
 
-Under `critic:`, or as flags of `guerdon serve-critic`. [Its settings](../critic_settings.md) are explained there. What
-a critic has in common with models is under [models](models.md), in the groups of the same names.
+Under `critic:`, or as flags of `guerdon serve-critic`; [more about some of them](../critic_settings.md). What a critic
+has in common with models is under [models](models.md), in the groups of the same names.
 """
 
 SUMS = """\

@@ -235,7 +235,6 @@ def test_all_mistakes_in_a_file_are_printed_with_their_lines(
         ("score in.jsonl -o out.jsonl", "one of the arguments --server --model is required"),
         ("score --server h:1 --dtype float16 in -o out", "--dtype is given, but the model runs at"),
         ("score --server 127.0.0.1:1 absent.jsonl -o out.jsonl", "cannot read absent.jsonl"),
-        ("demo --steps 3", "the demo is not installed"),
         ("serve scorers:score --port 0 --model-repository absent", "model_repository is 'absent'"),
         ("serve scorers:score --port 0 --model-repository .", "model_repository is set"),
         ("serv m", "argument COMMAND: invalid choice: 'serv'"),

@@ -27,7 +27,7 @@ from processes import environment
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "guerdon"]
 COMMANDS = [
-    "serve", "serve-critic", "serve-teacher", "serve-judge", "score", "reinforce", "ppo", "distill", "bench", "doctor",
+    "serve", "serve-critic", "serve-teacher", "serve-judge", "score", "reinforce", "ppo", "distill", "doctor",
     "convert", "completion",
 ]  # fmt: skip
 COLOURED, PLAIN = "\033[1;31mguerdon:\033[0m ", "guerdon: "
@@ -78,7 +78,7 @@ def shown_flags(text: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "command",
-    ["serve", "serve-critic", "serve-teacher", "serve-judge", "score", "reinforce", "ppo", "distill", "bench"],
+    ["serve", "serve-critic", "serve-teacher", "serve-judge", "score", "reinforce", "ppo", "distill"],
 )
 def test_help_shows_ten_flags_and_help_all_shows_all(command: str) -> None:
     parser = parsers()[command]
@@ -137,7 +137,6 @@ def test_the_command_alone_shows_its_help(capsys: pytest.CaptureFixture[str]) ->
         ("serve m --prot 1", "help: did you mean --port? `guerdon serve --help-all` "),
         ("serve m --max_lenght=1", "help: did you mean --max-length? `guerdon serve --help-all` "),
         ("serve m --dtype bflaot16", "help: did you mean bfloat16? `guerdon serve --help-all` "),
-        ("bench http://h:1 --secons 1", "help: did you mean --seconds? `guerdon bench --help"),
         ("serve m --zzz", "help: `guerdon serve --help-all` "),
     ],
 )
@@ -284,7 +283,6 @@ TYPED = {
     "guerdon serve-critic m --checkpoint-dir mod": {"models"},
     "guerdon serve --no-fsdp m --po": {"--port", "--pooling"},
     "guerdon reinforce run.yaml --rollouts.te": {"--rollouts.temperature"},
-    "guerdon bench http://h:1 --conc": {"--concurrency"},
     "guerdon completion ": set(SHELLS),
 }
 
@@ -325,7 +323,6 @@ def test_the_scripts_are_valid(shell: str, scripts: Path) -> None:
 def test_arguments_that_take_a_path_exist() -> None:
     dests = set()
     for parser in parsers().values():
-        parser.fill()
         dests |= {action.dest for action in parser._actions}
     assert dests >= FILES | FOLDERS
     by_name = {dest for dest in dests if re.search(r"(_|\.)(dir|file|folder|path)$", dest)}

@@ -21,7 +21,6 @@ TESTS = Path(__file__).parent
 SRC = TESTS.parent / "src" / "guerdon"
 TOLD = {
     "actor/trackers.py",
-    "cli/bench/benching.py",
     "cli/console.py",
     "engine/checkpoint/digests.py",
     "server/page/recorder.py",

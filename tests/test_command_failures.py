@@ -92,7 +92,6 @@ CLIENT = {  # of commands without torch, each in a Python of its own, whose end 
     "no server": (["score", "--server", "DEAD", "in.jsonl", "-o", "out.jsonl"], Exit.FAILED),
     "no such model": (["score", "--server", "URL", "--name", "x", "in.jsonl", "-o", "out.jsonl"], Exit.FAILED),
     "a full disk": (["score", "--server", "URL", "in.jsonl", "-o", "-"], Exit.FAILED),
-    "no server to measure": (["bench", "DEAD"], Exit.CANNOT_START),
     "a mistyped setting": (["serve", "--config", "bad.yaml"], Exit.CANNOT_START),
     "no such file": (["convert", "nowhere.gguf", "out"], Exit.CANNOT_START),
 }

@@ -8,6 +8,8 @@ import importlib
 import inspect
 import re
 import shlex
+import subprocess
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +22,9 @@ from guerdon import cli
 from guerdon.adapters import trl, trl_critic, trlx, verl
 from guerdon.server.metrics import COLLECTED, TABLE
 from guerdon.settings.actors import DistillRunConfig, PPORunConfig, ReinforceRunConfig
-from guerdon.settings.config import CriticConfig, EngineConfig, ServerConfig
+from guerdon.settings.config import ServerConfig
 from guerdon.settings.fields import from_mapping
+from processes import environment
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -49,18 +52,6 @@ def test_the_actors_walk_goes_through_functions_that_exist() -> None:
         assert callable(found)
 
 
-def test_the_critics_settings_stand_in_its_page() -> None:
-    told = dict(
-        re.findall(r"^\| `(\w+)` \| `?([^|`]*?)`? ?\|", (ROOT / "docs/critic_settings.md").read_text(), re.MULTILINE)
-    )
-    engine = {field.name for field in dataclasses.fields(EngineConfig)}
-    own = [field for field in dataclasses.fields(CriticConfig) if field.name not in {*engine, "model"}]
-    assert sorted(told) == sorted(field.name for field in own)
-    for name, default in vars(CriticConfig()).items():
-        if name in told:
-            assert yaml.safe_load(told[name]) == default or float(told[name]) == default, name
-
-
 @pytest.mark.parametrize("page", EVERY, ids=name_of)
 def test_links_and_files_exist(page: Path) -> None:
     text = page.read_text()
@@ -78,10 +69,12 @@ parser = functools.cache(cli.make_parser)
 
 @functools.cache
 def helps() -> list[str]:
-    """The help of each command, and torchrun's."""
+    """The help of each command, torchrun's, and that of the load test."""
     texts = [parser().format_help(), torchrun.get_args_parser().format_help()]
     for action in parser()._subparsers._group_actions:  # type: ignore[union-attr]
         texts += [command.format_all_help() for command in action.choices.values()]  # type: ignore[union-attr]
+    script = [sys.executable, ROOT / "benchmarks/server_load.py", "--help"]
+    texts.append(subprocess.run(script, capture_output=True, text=True, check=True, env=environment()).stdout)
     return texts
 
 

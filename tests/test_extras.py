@@ -42,7 +42,6 @@ OPTIONAL = {  # path in src/guerdon: what it imports inside a function, if the e
     "actor/prompt_sources.py": "data",
     "actor/vllm_generator.py": "vllm",
     "cli/doctor.py": "server",
-    "cli/bench/summary.py": "plot",
     "client/teacher_head.py": "server",
     "client/faces.py": "server",
 }
@@ -125,7 +124,6 @@ def test_the_client_alone(tmp_path: Path) -> None:
         ("score", "--model", "model", "rows.jsonl", "-o", "out.jsonl"): "server",
         ("convert", "model.gguf", "out"): "server",
         ("reinforce", "run.yaml"): "",
-        ("bench", "grpc://127.0.0.1:1"): "grpc",
         ("score", "rows.jsonl", "-o", "out.jsonl", "--server", "grpcs://127.0.0.1:1"): "grpc",
         ("score", "rows.jsonl", "-o", "out.jsonl", "--server", "http://127.0.0.1:1", "--plot", "a.png"): "plot",
     }

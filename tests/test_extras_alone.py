@@ -132,7 +132,8 @@ def client(made: Environment, folder: Path, server: RunningServer) -> None:
     assert "is ready" in made.run("-m", "guerdon", "doctor", url).stdout
     guerdon(made, "score", folder / "rows.jsonl", "-o", made.folder / "out.jsonl", "--server", url)
     assert len((made.folder / "out.jsonl").read_text().splitlines()) == 3
-    guerdon(made, "bench", url, "--seconds", "1", "--json", made.folder / "bench.json")
+    load_test = made.run(ROOT / "benchmarks/server_load.py", url, "--requests", "4")
+    assert load_test.returncode == 0, load_test.stderr
     script = f"from guerdon import *; print(RewardClient({url!r}).score(texts=['a']).rewards)"
     assert "[" in made.run("-c", script).stdout
 
@@ -146,8 +147,7 @@ def grpc(made: Environment, folder: Path, server: RunningServer) -> None:
 def plot(made: Environment, folder: Path, server: RunningServer) -> None:
     out, url = made.folder, server.http_url
     guerdon(made, "score", folder / "rows.jsonl", "-o", out / "o.jsonl", "--server", url, "--plot", out / "score.png")
-    guerdon(made, "bench", url, "--seconds", "1", "--plot", out / "bench.png")
-    assert (out / "score.png").stat().st_size > 1000 and (out / "bench.png").stat().st_size > 1000
+    assert (out / "score.png").stat().st_size > 1000
 
 
 def serve(made: Environment, folder: Path, server: RunningServer) -> None:

@@ -62,7 +62,7 @@ TORCH = {"torch", "transformers"}
 BANNED = {  # path prefix: modules that it must not import
     **dict.fromkeys([*BASE, "client", "server"], TORCH),
     **dict.fromkeys(
-        [f"cli/{name}" for name in ("__init__", "bench", "console", "helps", "installed", "parser", "subcommands")],
+        [f"cli/{name}" for name in ("__init__", "console", "helps", "parser", "subcommands")],
         TORCH,
     ),
     "wire": TORCH | {"asyncio", "grpc", "http", "httpx", "io", "os", "pathlib", "socket", "subprocess", "threading"},

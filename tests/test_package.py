@@ -1,4 +1,4 @@
-"""The source distribution: it has what its tests read, and its page has no link that leads nowhere."""
+"""The distributions: the source's has what its tests read, the wheel has the kernels, and no link leads nowhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ FILES = (
 MADE = shutil.ignore_patterns("__pycache__", "*.py[cod]", "*.egg-info")
 SETUP = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
 page, urls = SETUP["page"], SETUP["urls"]
+contents = runpy.run_path(str(ROOT / "scripts/try_wheel.py"), run_name="try_wheel")["contents"]
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,33 @@ def test_every_test_of_the_distribution_is_found(unpacked: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=unpacked, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_the_wheel_of_the_distribution_has_the_kernels(unpacked: Path, tmp_path: Path) -> None:
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", build], cwd=unpacked, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("guerdon-*-py3-none-linux_*.whl")
+    assert contents(wheel)
+
+
+@pytest.mark.parametrize(
+    "files", [["kernels_avx2.so"], ["kernels_avx2.so", "kernels_avx512.so", "kernels_baseline.so"]]
+)
+def test_a_wheel_without_a_kernel_or_with_a_runtime_of_openmp_is_refused(files: list[str], tmp_path: Path) -> None:
+    wheel = tmp_path / "guerdon-0-py3-none-linux_x86_64.whl"
+    names = [f"guerdon/engine/native/{name}" for name in files]
+    with zipfile.ZipFile(wheel, "w") as file:
+        for name in names:
+            file.writestr(name, "")
+    if len(files) == 3:
+        assert contents(wheel) == {*names}
+        with zipfile.ZipFile(wheel, "a") as file:
+            file.writestr("guerdon.libs/libgomp-1234.so.1.0.0", "")
+    with pytest.raises(SystemExit, match="instead of"):
+        contents(wheel)
 
 
 def test_the_packages_page_has_no_link_into_the_repository(unpacked: Path) -> None:

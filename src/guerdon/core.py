@@ -215,8 +215,8 @@ class ModelInfo:
     reward; `step_separator_ids` end a step if the request names none. `vocabulary` is a digest of the tokenizer's
     tokens and their ids, `tokenizer` tells what ids mean to it (see `vocabulary.identity`), `ending` how its chat
     template writes an answer (see `endings.Ending`). All of these texts are empty if there is no such thing. An encoder
-    `reads_pairs`, with special tokens where its tokenizer's template for pairs has them. `sampled_version` is the
-    version that guerdon 0.1 computed from samples of the weights' bytes. `proofs` are the start's lines.
+    `reads_pairs`, with special tokens where its tokenizer's template for pairs has them. `proofs` are the
+    start's lines.
     """
 
     name: str
@@ -245,15 +245,10 @@ class ModelInfo:
     vocabulary: str = ""
     tokenizer: str = ""
     ending: str = ""
-    sampled_version: str = ""
     max_top_k: int = 0
     hidden_size: int = 0
     proofs: tuple[str, ...] = ()
     reads_pairs: bool = False
-
-    def is_named(self, recorded: str) -> bool:
-        """Whether a version on disk names these weights, in the form of guerdon 0.1 as well."""
-        return recorded == self.weights_version or (recorded != "" and recorded == self.sampled_version)
 
     def names_of(self, num_attributes: int) -> tuple[str, ...]:
         """Returns the attributes' names: LABEL_0, LABEL_1, ... if the model names none, as a user's function."""

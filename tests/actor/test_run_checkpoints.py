@@ -124,11 +124,6 @@ def test_other_settings_are_named(tmp_path: Path) -> None:
         check_settings_unchanged(found.state, SETTINGS | {"policy.betas": [0.9, 0.99]}, folder)
     with pytest.raises(CheckpointError, match=r"with rollouts.top_k None; now it is 5"):
         check_settings_unchanged(found.state, SETTINGS | {"rollouts.top_k": 5}, folder)
-    check_settings_unchanged(
-        found.state, SETTINGS | {"reinforce.kl_reduction": "sum"}, folder
-    )  # an older version's checkpoint
-    with pytest.raises(CheckpointError, match="kl_reduction 'sum'; now it is 'mean'"):
-        check_settings_unchanged(found.state, SETTINGS | {"reinforce.kl_reduction": "mean"}, folder)
 
 
 def test_a_checkpoint_may_be_damaged_again_and_all_damaged_is_an_error(tmp_path: Path) -> None:

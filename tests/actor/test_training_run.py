@@ -26,10 +26,8 @@ from guerdon import CriticClient
 from guerdon.actor import preemption
 from guerdon.actor import training_run as actor_run
 from guerdon.actor.rollouts import Rollout
-from guerdon.actor.run_checkpoints import decisive_contents
 from guerdon.actor.run_metrics import METRICS
 from guerdon.actor.training_run import Run, RunSummary
-from guerdon.engine.checkpoint.stored import StoredCheckpoint as Opened
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
 from guerdon.settings.config import CriticConfig
@@ -296,42 +294,21 @@ def test_other_prompts_or_another_model_do_not_go_on(folder: Path, one_step: Pat
         train(config_of(other, one_step))
 
 
-def test_a_run_whose_weights_were_named_by_0_1_resumes(
+def test_a_run_does_not_go_on_with_another_ending_of_answers(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(Opened, "version", property(lambda opened: opened.sampled_version))
-        train(config_of(folder, tmp_path, steps=1))
-    assert train(config_of(folder, tmp_path, steps=2)).step == 2
-
-
-@pytest.mark.parametrize(
-    ("send", "warned"), [("tokens", True), ("text", True), ("messages", False)]
-)  # the reward model's own template ends messages, in 0.1, too
-def test_a_run_whose_answers_0_1_did_not_end_says_so_once(
-    send: Any, warned: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     def config(steps: int) -> ReinforceRunConfig:
         made = config_of(folder, tmp_path, steps=steps)
-        made.data.template, made.remote_rm.send = True, send
+        made.data.template, made.remote_rm.send = True, "tokens"
         return made
 
-    def kept_by_0_1(*contents: Any) -> dict[str, Any]:
-        return {path: value for path, value in decisive_contents(*contents).items() if "ending" not in path}
-
-    with monkeypatch.context() as patch:
-        patch.setattr("guerdon.actor.training_run.decisive_contents", kept_by_0_1)
-        train(config(1))
+    train(config(1))
     assert train(config(2)).step == 2
-    assert ("started by guerdon 0.1, which did not end answers" in caplog.text) == warned
-    caplog.clear()
-    assert train(config(3)).step == 3
-    assert "guerdon 0.1" not in caplog.text
     monkeypatch.setattr("guerdon.actor.training_run.sent_ending", lambda *_: "<other>")
     with pytest.raises(
         CheckpointError, match=r"the ending of answers that the reward model gets '.*'; now .* '<other>'"
     ):
-        train(config(4))
+        train(config(3))
 
 
 def test_what_may_change_does_not_stop_it(folder: Path, one_step: Path, tmp_path: Path) -> None:

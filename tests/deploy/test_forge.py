@@ -49,8 +49,8 @@ def steps() -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, step
 
 
-def test_there_are_workflows_for_tests_docs_and_image() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["docs", "image", "tests"]
+def test_there_are_workflows_for_tests_docs_image_and_wheels() -> None:
+    assert [path.stem for path in WORKFLOWS] == ["docs", "image", "tests", "wheels"]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

@@ -32,7 +32,6 @@ SHORTER = {
     "guerdon reinforce": "--run.steps 2 --rollouts.max-new-tokens 16 --data.num-validation 4",
     "guerdon ppo": "--run.steps 2 --rollouts.max-new-tokens 16 --data.num-validation 4",
     "guerdon distill": "--run.steps 2 --rollouts.max-new-tokens 16 --data.num-validation 4",
-    "guerdon bench": "--seconds 1 --fail-p99-ms 60000",
     "python -m guerdon.adapters.rewardbench": "--dataset pairs.json --load_json --not_quantized --torch_dtype float32",
 }
 """Flags appended to commands that would take minutes or download a data set."""

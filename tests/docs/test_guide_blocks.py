@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from blocks import ROOT, Block, Reader, blocks_of
+from blocks import ROOT, Reader, blocks_of
 from test_blocks import NOT_RUN, policy, prompts
 from test_trainer_blocks import PAGES as TRAINERS
 
@@ -48,8 +48,6 @@ def test_a_guide_does_what_it_says(page: str, reader: Reader) -> None:
     blocks.sort(key=lambda block: not block.text.startswith(("# server.yaml", "openssl req")))
     shutil.rmtree(reader.folder / "out", ignore_errors=True)
     for block in blocks:
-        if page == "serve" and "guerdon bench" in block.text:  # which a process reward model cannot answer
-            reader.read(Block("", "guerdon serve ./my-reward-model", 0))
         reader.read(block)
 
 

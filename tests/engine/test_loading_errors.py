@@ -214,7 +214,7 @@ def test_too_little_memory_for_the_weights_in_their_dtype(llama: Path) -> None:
 
 
 def test_a_file_beyond_what_memory_can_map(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored.Files, "sampled", lambda *_: "")  # which would read a page of each 16 MiB
+    monkeypatch.setattr(stored.Files, "sample", lambda *_: "")  # which would read a page of each 16 MiB
     claim(llama, "F32", 4, 4 << 40)
     message = refused(llama)
     (llama / "model.safetensors").unlink()

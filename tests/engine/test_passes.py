@@ -134,5 +134,9 @@ def test_what_the_kernels_do_not_take_is_left_to_the_caller() -> None:
     x, weight = numbers(3, 16), numbers(16)
     assert passes.norm(x.double(), weight.double(), 0.1) is None
     assert passes.norm(x, weight.bfloat16(), 0.1) is None
+    assert passes.norm(x, numbers(32), 0.1) is None and passes.norm(x, numbers(32)[::2], 0.1) is None
+    assert passes.gated(x, x[:1], passes.SILU) is None
     assert passes.rotated(numbers(1, 2, 3, 16), numbers(1, 3, 8), numbers(1, 3, 8)) is None
+    assert passes.rotated(numbers(2, 2, 3, 16), numbers(1, 3, 16), numbers(1, 3, 16)) is None
+    assert passes.rotated(numbers(1, 2, 3, 15), numbers(1, 3, 15), numbers(1, 3, 15)) is None
     assert passes.norm(x[:0], weight, 0.1) is not None

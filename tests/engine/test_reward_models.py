@@ -232,7 +232,7 @@ def test_the_version_follows_every_byte(tmp_path: Path) -> None:
         data[at] ^= 1
         path.write_bytes(data)
         after = open_checkpoint(str(folder))
-        assert after.sampled_version == before.sampled_version  # which is of the first and the last MiB here
+        assert after.sample == before.sample  # which is of the first and the last MiB here
         versions.add(after.version)
     assert len(versions) == 4
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import resource
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ from guerdon.server.critic.records import digest_of
 from guerdon.server.critic.store import Journal
 from processes import by_itself, end_of_child
 from server.arithmetic_critic import request
-from written_by_0_1.make import CRITIC
 
 SETTINGS = {"learning_rate": 0.1, "betas": [0.9, 0.98], "lora": None}
 
@@ -238,20 +236,12 @@ def done(folder: Path, *ids: str) -> Path:
     return max(folder.glob("*.safetensors"))
 
 
-def old(folder: Path) -> Path:
-    """As `done`, of guerdon 0.1."""
-    shutil.copytree(CRITIC / "journal", folder, dirs_exist_ok=True)
-    return max(folder.glob("*.safetensors"))
-
-
-@pytest.mark.parametrize("written", ["now", "by 0.1"])
 def test_no_flipped_bit_of_an_answered_record_is_taken_for_a_cut(
-    written: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    last = done(tmp_path, "a", "b") if written == "now" else old(tmp_path)
+    last = done(tmp_path, "a", "b")
     whole = last.read_bytes()
-    bits = [*range(8 * 64), *range(8 * 64, 8 * len(whole), 97)] if written == "now" else range(8 * 9)  # the length's
-    for bit in bits:
+    for bit in [*range(8 * 64), *range(8 * 64, 8 * len(whole), 97)]:
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         last.write_bytes(flipped)
@@ -260,21 +250,11 @@ def test_no_flipped_bit_of_an_answered_record_is_taken_for_a_cut(
         assert last.exists() and not caplog.records, bit
 
 
-@pytest.mark.parametrize("written", ["now", "by 0.1"])
-def test_every_cut_of_an_answered_record_is_left_out_loudly(
-    written: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    last = done(tmp_path, "a", "b") if written == "now" else old(tmp_path)
-    whole, before = last.read_bytes(), (1 if written == "now" else 3)
+def test_every_cut_of_an_answered_record_is_left_out_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    last = done(tmp_path, "a", "b")
+    whole = last.read_bytes()
     for size in [*range(60), *range(60, len(whole), 13), len(whole) - 1]:
         caplog.clear()
         last.write_bytes(whole[:size])
-        assert len(read(tmp_path)) == before, size
+        assert len(read(tmp_path)) == 1, size
         assert [record.levelname for record in caplog.records] == ["CRITICAL"], size
-
-
-def test_records_of_0_1_and_new_ones_are_one_journal(tmp_path: Path) -> None:
-    old(tmp_path)
-    last = done(tmp_path, "a")
-    assert [position for position, _ in read(tmp_path)] == [1, 2, 3, 4, 5]
-    assert last.read_bytes()[8:16] == b"GUERDON2"

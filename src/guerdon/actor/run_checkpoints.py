@@ -74,9 +74,6 @@ _NOT_DECISIVE = {
 WaitForSave = Callable[[Future[CheckpointInfo | None]], CheckpointInfo | None]
 """Waits for the critic's save."""
 
-_ADDED = {"reinforce.kl_reduction": "sum", "ppo.critic_updates": 1}
-"""Settings that older checkpoints lack, with the behaviour before they existed."""
-
 
 @dataclass(frozen=True, slots=True)
 class RunState:
@@ -91,12 +88,6 @@ class RunState:
     settings: dict[str, Any]
     memory: dict[str, Any]
     critic: str | None = None
-
-    def with_current_base(self, policy: ModelInfo) -> RunState:
-        """Returns the state with the current name of the policy's weights, if 0.1 named the same ones."""
-        if not policy.is_named(self.settings.get(_BASE, "")):
-            return self
-        return replace(self, settings=self.settings | {_BASE: policy.weights_version})
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,14 +249,7 @@ def decisive_contents(policy: ModelInfo, prompts_digest: str, ending: str) -> di
 def check_settings_unchanged(state: RunState, settings: dict[str, Any], folder: Path) -> None:
     """Raises CheckpointError for the first of `settings` that has changed."""
     for path in sorted(settings, key=lambda path: (path != _COMMAND, path)):
-        if path == _ENDING and path not in state.settings:
-            if settings[path]:
-                log.warning(
-                    "this run was started by guerdon 0.1, which did not end answers as the chat template does: rewards "
-                    "from here on are not comparable with those before"
-                )
-            continue
-        then, now = state.settings.get(path, _ADDED.get(path)), settings.get(path)
+        then, now = state.settings.get(path), settings[path]
         if then != now:
             raise CheckpointError(
                 f"{folder} was made with {path} {then!r}; now it is {now!r}",

@@ -203,7 +203,7 @@ class Run:
             ending = sent_ending(self.data.ending, get_remote(config)[1])
         self._decisive = decisive_settings(config) | decisive_contents(loaded.info, self.data.digest, ending)
         if found is not None:
-            check_settings_unchanged(found.state.with_current_base(loaded.info), self._decisive, found.folder)
+            check_settings_unchanged(found.state, self._decisive, found.folder)
 
     def _resume(self, found: RunCheckpoint, checkpoints: RunCheckpoints) -> RunCheckpoint:
         """Restores the saved run and the critic; returns the checkpoint of the pair."""

@@ -24,8 +24,6 @@ def _main(argv: Sequence[str]) -> int | None:
         parser.print_help(sys.stderr)
         sys.stderr.write("\n")
         return console.fail("no command is given", "name one of those above: guerdon COMMAND --help", Exit.CANNOT_START)
-    if argv[0] == "demo":  # a command up to 0.2
-        return console.fail("the demo is not installed", "run `make demo` in a clone of guerdon", Exit.CANNOT_START)
     args = parser.parse_args(argv)
     console.set_format(getattr(args, "log_format", "text"))
     limit_spinning()

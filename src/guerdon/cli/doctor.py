@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import platform
@@ -12,31 +11,25 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from guerdon.cli.console import describe_ending
 from guerdon.cli.doctor_model import examine_model, is_model
-from guerdon.cli.findings import Finding, note, ok, problem, report
-from guerdon.cli.installed import (
-    Requirement,
-    describe_versions,
-    find_lacking,
-    of_extra,
-    read_metadata,
-    requirements_of,
-    version_of,
-)
+from guerdon.cli.findings import Finding, note, ok, problem
 from guerdon.client import Credentials
 from guerdon.client.addresses import Address, addresses
 from guerdon.client.http_transport import fetch, fetch_json
+from guerdon.client.statuses import error_of
 from guerdon.endings import Ending
-from guerdon.errors import ConfigError, Exit, Forbidden, GuerdonError, Unauthenticated, install_command
+from guerdon.errors import ConfigError, Forbidden, GuerdonError, Unauthenticated, install_command
 from guerdon.settings.access import (
     KEYS_VARIABLE,
     AccessConfig,
@@ -47,28 +40,10 @@ from guerdon.settings.access import (
 )
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `guerdon doctor`."""
-    parser.add_argument(
-        "TARGET",
-        nargs="*",
-        metavar="URL|MODEL",
-        help="Servers (http:// or grpc:// URLs) and models (folders or hub ids) to check as well.",
-    )
-    parser.add_argument("--json", action="store_true", help="Write the findings as JSON.")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Prints every finding as it comes, and the number of problems; returns 1 if there is one."""
-    return Exit.FAILED if report(_examine(args.TARGET), as_json=args.json) else Exit.DONE
-
-
-def _examine(targets: list[str]) -> Iterator[Finding]:
+def examine(targets: Iterable[str]) -> Iterator[Finding]:
+    """Examines the servers and models, then the installation, this machine and its devices."""
     for target in targets:
-        if is_model(target):
-            yield from examine_model(target)
-        else:
-            yield from examine_server(target)
+        yield from examine_model(target) if is_model(target) else examine_server(target)
     yield from examine_installation()
     yield from examine_machine()
     yield from examine_devices()
@@ -76,121 +51,112 @@ def _examine(targets: list[str]) -> Iterator[Finding]:
 
 _TIMEOUT_S = 5.0
 _READY = "wait until its models are loaded; its log shows the progress"
-_KEY = "set GUERDON_API_KEY to a key that the server knows"
-_INFO = re.compile(r"guerdon_model_info\{(.*)\} 1(?:\.0)?")
-_COUNT = re.compile(r"(guerdon_(?:requests|sequences)_total)\{(.*)\} (\d\S*)")
-_COUNTED = ("guerdon_requests_total", "guerdon_sequences_total")
+_METRIC = re.compile(r"(guerdon_(?:model_info|requests_total|sequences_total))\{(.*)\} (\d\S*)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+Ask = Callable[..., dict[str, Any]]
+"""Calls a method of the protocol by its name in gRPC, perhaps for a model; returns the reply."""
+Samples = list[tuple[str, dict[str, str], float]]
+"""A server's metrics: name, labels, value."""
 
 
 def examine_server(url: str) -> Iterator[Finding]:
     """Checks that the server is reachable and ready; reports its version and models."""
+    subject, remedy = strip_credentials(url), "give it as the server printed it"
     try:
         (address,) = addresses(url, None)
-    except ConfigError as e:
-        yield problem(strip_credentials(url), str(e), e.help)
-        return
-    except GuerdonError as e:
-        yield problem(strip_credentials(url), str(e), "give it as the server printed it")
-        return
-    subject = address.url
-    try:
-        yield from (_examine_grpc if address.is_grpc else _examine_http)(address)
+        subject, remedy = address.url, "check that it runs there, its host, its port of HTTP or gRPC, and its scheme"
+        if not address.is_grpc:
+            yield from _examine(subject, lambda *asked: _ask_http(address, *asked), _metrics(address))
+        elif find_spec("tritonclient") is None or find_spec("grpc") is None:
+            yield problem(subject, "gRPC is not installed", f"{install_command('grpc')}, or give the server's HTTP URL")
+        else:
+            with _grpc(address) as ask:
+                yield from _examine(subject, ask, [])
     except (Unauthenticated, Forbidden) as e:
-        yield problem(subject, str(e), _KEY)
+        yield problem(subject, str(e), "set GUERDON_API_KEY to a key that the server knows")
     except ConfigError as e:
         yield problem(subject, str(e), e.help)
     except GuerdonError as e:
-        yield problem(subject, str(e), "check that the server runs, and its host, port and scheme")
+        yield problem(subject, str(e), remedy)
 
 
-def _examine_http(address: Address) -> Iterator[Finding]:
-    subject = address.url
-    fetch(address, "/v2/health/live", timeout_s=_TIMEOUT_S)
-    started = time.perf_counter()
-    fetch(address, "/v2/health/live", timeout_s=_TIMEOUT_S)
-    yield ok(subject, f"live; answers within {1e3 * (time.perf_counter() - started):.1f} ms, including the connection")
-    try:
-        fetch(address, "/v2/health/ready", timeout_s=_TIMEOUT_S)
-    except GuerdonError:
-        yield problem(subject, "not ready", _READY)
-    about = fetch_json(address, "/v2", dict)
-    yield _version(subject, str(about.get("name", "?")), str(about.get("version", "?")))
-    index = fetch_json(address, "/v2/repository/index", list, method="POST")
-    text = _metrics(address)
-    more = _infos(text)
-    for model in (entry for entry in index if isinstance(entry, dict)):
-        name, state, reason = (str(model.get(key, "")) for key in ("name", "state", "reason"))
-        yield _model(subject, name, state, reason, more.get(name, ""))
-        yield from _failures(subject, name, text)
-        if state == "READY":
-            yield from _ending(subject, name, _config(address, name))
+def _ask_http(address: Address, method: str, model: str = "") -> dict[str, Any]:
+    match method:
+        case "ServerMetadata":
+            return fetch_json(address, "/v2", dict, timeout_s=_TIMEOUT_S)
+        case "RepositoryIndex":
+            return {"models": fetch_json(address, "/v2/repository/index", list, method="POST")}
+        case "ModelConfig":
+            return {"config": fetch_json(address, f"/v2/models/{quote(model, safe='')}/config", dict)}
+    fetch(address, f"/v2/health/{method.removeprefix('Server').lower()}", timeout_s=_TIMEOUT_S)
+    return {"ready": True}
 
 
-def _config(address: Address, model: str) -> dict[str, Any]:
-    """Returns the model's configuration; empty if the server has none of it, as of a critic's operations elsewhere."""
-    try:
-        return fetch_json(address, f"/v2/models/{quote(model, safe='')}/config", dict)
-    except GuerdonError:
-        return {}
-
-
-def _examine_grpc(address: Address) -> Iterator[Finding]:
-    subject = address.url
-    if find_spec("tritonclient") is None or find_spec("grpc") is None:
-        yield problem(subject, "gRPC is not installed", f"{install_command('grpc')}, or give the server's HTTP URL")
-        return
+@contextlib.contextmanager
+def _grpc(address: Address) -> Iterator[Ask]:
     import grpc
     from google.protobuf import json_format
     from tritonclient.grpc import service_pb2 as pb
     from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-    key = address.credentials.authorization
-    options: dict[str, Any] = {"timeout": _TIMEOUT_S, "metadata": () if key is None else (("authorization", key),)}
-    authorities, private_key, certificate = address.credentials.read()
-    channel = (
-        grpc.secure_channel(address.netloc, grpc.ssl_channel_credentials(authorities, private_key, certificate))
-        if address.has_tls
-        else grpc.insecure_channel(address.netloc)
-    )
-    with channel:
-        stub = GRPCInferenceServiceStub(channel)
+    def ask(method: str, model: str = "") -> dict[str, Any]:
+        request = getattr(pb, f"{method}Request")(**({"name": model} if model else {}))
         try:
-            stub.ServerLive(pb.ServerLiveRequest(), **options)
-            started = time.perf_counter()
-            stub.ServerLive(pb.ServerLiveRequest(), **options)
-            yield ok(subject, f"live; answers within {1e3 * (time.perf_counter() - started):.1f} ms")
-            if not stub.ServerReady(pb.ServerReadyRequest(), **options).ready:
-                yield problem(subject, "not ready", _READY)
-            about = stub.ServerMetadata(pb.ServerMetadataRequest(), **options)
-            yield _version(subject, about.name, about.version)
-            for model in stub.RepositoryIndex(pb.RepositoryIndexRequest(), **options).models:
-                yield _model(subject, model.name, model.state, model.reason, "")
-                if model.state == "READY":
-                    with contextlib.suppress(grpc.RpcError):  # another server may have no configurations
-                        found = stub.ModelConfig(pb.ModelConfigRequest(name=model.name), **options).config
-                        config = json_format.MessageToDict(found, preserving_proto_field_name=True)
-                        yield from _ending(subject, model.name, config)
+            reply = getattr(stub, method)(request, timeout=_TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as e:
-            code, refused = e.code().name, ("UNAUTHENTICATED", "PERMISSION_DENIED")
-            remedy = _KEY if code in refused else "check that this is a gRPC port, its TLS (grpcs://), and the host"
-            yield problem(subject, f"{code}: {e.details()}", remedy)
+            raise error_of(e.code().name, f"{e.code().name}: {e.details()}") from e
+        return json_format.MessageToDict(reply, preserving_proto_field_name=True)
+
+    key = address.credentials.authorization
+    metadata = () if key is None else (("authorization", key),)
+    tls = grpc.ssl_channel_credentials(*address.credentials.read()) if address.has_tls else None
+    with grpc.secure_channel(address.netloc, tls) if tls else grpc.insecure_channel(address.netloc) as channel:
+        stub = GRPCInferenceServiceStub(channel)
+        yield ask
+
+
+def _examine(subject: str, ask: Ask, metrics: Samples) -> Iterator[Finding]:
+    ask("ServerLive")
+    started = time.perf_counter()
+    ask("ServerLive")
+    yield ok(subject, f"live; answers within {1e3 * (time.perf_counter() - started):.1f} ms")
+    if not _try(ask, "ServerReady").get("ready"):
+        yield problem(subject, "not ready", _READY)
+    about = ask("ServerMetadata")
+    yield _version(subject, str(about.get("name", "?")), str(about.get("version", "?")))
+    for model in ask("RepositoryIndex").get("models", []):
+        if isinstance(model, dict):
+            name, state, reason = (str(model.get(key, "")) for key in ("name", "state", "reason"))
+            yield _model(subject, name, state, reason, metrics)
+            yield from _failures(subject, name, metrics)
+            if state == "READY":
+                yield from _ending(subject, name, _try(ask, "ModelConfig", name).get("config", {}))
+
+
+def _try(ask: Ask, *asked: str) -> dict[str, Any]:
+    """Returns the reply; empty if there is none, as of the configuration of another server's model."""
+    try:
+        return ask(*asked)
+    except GuerdonError:
+        return {}
 
 
 def _version(subject: str, name: str, version: str) -> Finding:
-    own = version_of("guerdon")
+    own = _version_of("guerdon")
     if name != "guerdon":
         return note(subject, f"{name} {version}, a server of the open inference protocol", "nothing, if intended")
     if own is not None and version != own:
-        return note(
-            subject, f"guerdon {version}; here is {own}", "install the same version on both sides if something fails"
-        )
+        help_text = "install the same version on both sides if something fails"
+        return note(subject, f"guerdon {version}; here is {own}", help_text)
     return ok(subject, f"guerdon {version}, the same as here")
 
 
-def _model(subject: str, name: str, state: str, reason: str, more: str) -> Finding:
+def _model(subject: str, name: str, state: str, reason: str, metrics: Samples) -> Finding:
     if state == "READY":
-        return ok(subject, f"model {name} is ready{more and ': ' + more}")
+        about = "{kind}, {dtype} on {device}, {path}, weights {weights_version}"
+        more = [about.format(**of) for kind, of, _ in metrics if kind == "guerdon_model_info" and of["model"] == name]
+        return ok(subject, ": ".join([f"model {name} is ready", *more[-1:]]))
     remedy = f"an admin may load it: POST /v2/repository/models/{name}/load" if reason == "unloaded" else _READY
     return note(subject, f"model {name} is {state.lower() or 'unknown'}{reason and ': ' + reason}", remedy)
 
@@ -202,17 +168,22 @@ def _ending(subject: str, name: str, config: dict[str, Any]) -> Iterator[Finding
         yield ok(subject, text)
 
 
-def _metrics(address: Address) -> str:
-    """Returns the server's metrics; an empty text if it has none, or does not show them."""
+def _metrics(address: Address) -> Samples:
+    """Returns what the server's metrics tell of its models; empty if it has none, or does not show them."""
     try:
-        return fetch(address, "/metrics").text
+        lines = fetch(address, "/metrics").text.splitlines()
     except GuerdonError:
-        return ""
+        return []
+    found = filter(None, map(_METRIC.fullmatch, lines))
+    return [(match[1], dict(_LABEL.findall(match[2])), float(match[3])) for match in found]
 
 
-def _failures(subject: str, name: str, metrics: str) -> Iterator[Finding]:
+def _failures(subject: str, name: str, metrics: Samples) -> Iterator[Finding]:
     """Reports how many requests and samples of a model failed since the server's start, if it had any."""
-    requests, samples = (_outcomes(metrics, metric, name) for metric in _COUNTED)
+    requests, samples = (
+        {of["outcome"]: round(count) for kind, of, count in metrics if (kind, of["model"]) == (metric, name) and count}
+        for metric in ("guerdon_requests_total", "guerdon_sequences_total")
+    )
     if not requests and not samples:
         return
     refused = {kind: count for kind, count in requests.items() if kind not in ("ok", "Cancelled")}
@@ -229,49 +200,20 @@ def _failures(subject: str, name: str, metrics: str) -> Iterator[Finding]:
     yield level(subject, text, f"look at {subject}/#errors for their kinds; the answer to each says why")
 
 
-def _outcomes(metrics: str, metric: str, model: str) -> dict[str, int]:
-    """Returns a counter's numbers for the model by outcome, without zeros."""
-    found = {}
-    for match in filter(None, map(_COUNT.fullmatch, metrics.splitlines())):
-        labels = dict(_LABEL.findall(match[2]))
-        if match[1] == metric and labels["model"] == model and (count := round(float(match[3]))):
-            found[labels["outcome"]] = count
-    return found
-
-
-def _infos(text: str) -> dict[str, str]:
-    """Reads descriptions of the models from the server's metrics, by name."""
-    infos = {}
-    for match in filter(None, map(_INFO.fullmatch, text.splitlines())):
-        labels = dict(_LABEL.findall(match[1]))
-        if {"model", "kind", "dtype", "device", "path", "weights_version"} <= labels.keys():
-            infos[labels["model"]] = "{kind}, {dtype} on {device}, {path}, weights {weights_version}".format(**labels)
-    return infos
-
-
 _DEVELOPMENT = ("dev", "docs", "fuzz", "manifests")
 _PURPOSES = {
-    "grpc": "grpc:// URLs",
-    "server": "serve, serve-critic, serve-teacher, serve-judge, score --model",
-    "actor": "reinforce, ppo, distill",
-    "plot": "bench --plot",
-    "otel": "serve --traces",
-    "lora": "low-rank adapters",
-    "8bit": "the optimiser adamw_8bit",
-    "gguf": "convert",
-    "data": "prompts from Parquet files and data sets",
-    "wandb": "Weights & Biases",
-    "mlflow": "MLflow",
-    "math": "guerdon.verifiers.mathematics",
-    "ray": "guerdon.deploy.ray",
-    "vllm": "rollouts by vLLM",
-}
+    "grpc": "grpc:// URLs", "server": "serve, serve-critic, serve-teacher, serve-judge, score --model",
+    "actor": "reinforce, ppo, distill", "plot": "score --plot", "otel": "serve --traces", "lora": "low-rank adapters",
+    "8bit": "the optimiser adamw_8bit", "gguf": "convert", "data": "prompts from Parquet files and data sets",
+    "wandb": "Weights & Biases", "mlflow": "MLflow", "math": "guerdon.verifiers.mathematics",
+    "ray": "guerdon.deploy.ray", "vllm": "rollouts by vLLM",
+}  # fmt: skip
 """What needs each extra."""
 
 
 def examine_installation() -> Iterator[Finding]:
     """Checks Python, guerdon, its dependencies and its extras."""
-    own = read_metadata("guerdon")
+    own = _metadata("guerdon")
     wanted = own["Requires-Python"] if own is not None else ">=3.11"
     python = f"{platform.python_version()} ({platform.python_implementation()}) at {sys.executable}"
     if SpecifierSet(wanted).contains(platform.python_version(), prereleases=True):
@@ -283,33 +225,81 @@ def examine_installation() -> Iterator[Finding]:
         yield note("guerdon", "run from a source tree, not installed", f"{install_command()}, for its dependencies")
         return
     yield ok("guerdon", own["Version"])
-    requirements = requirements_of(own)
-    yield from _check_base([part for part in requirements if not part.extra])
-    for extra in own.get_all("Provides-Extra") or []:
-        if extra not in _DEVELOPMENT:
-            yield _check_extra(extra, of_extra(requirements, extra))
-
-
-def _check_base(requirements: list[Requirement]) -> Iterator[Finding]:
-    missing, outside = find_lacking(requirements)
+    requirements = list(requirements_of("guerdon"))
+    missing, outside = _find_lacking(requirements)
     if missing or outside:
         yield problem("client", ", ".join([*missing, *outside]), install_command())
     else:
-        yield ok("client", "complete: " + describe_versions(requirements))
+        yield ok("client", "complete: " + _describe_versions(requirements))
+    for extra in own.get_all("Provides-Extra") or []:
+        if extra not in _DEVELOPMENT:
+            yield _check_extra(extra)
 
 
-def _check_extra(extra: str, requirements: list[Requirement]) -> Finding:
+def _check_extra(extra: str) -> Finding:
     subject, line = f"extra {extra}", install_command(extra)
-    missing, outside = find_lacking(requirements)
+    missing, outside = _find_lacking(requirements_of("guerdon", extra))
     what = f" ({_PURPOSES[extra]})" if extra in _PURPOSES else ""
-    own = [part for part in requirements if part.extra == extra]  # contained extras have their own lines
+    own = list(requirements_of("guerdon", extra, with_contained=False))  # contained extras have their own lines
     if outside:  # pip would refuse it
         return problem(subject, ", ".join(outside), line)
     if not own:
         return note(subject, f"not available for this platform or Python{what}", "nothing; the rest works without it")
     if missing:
-        return note(subject, f"{', '.join(find_lacking(own)[0] or missing)}{what}", f"{line}, if you need it")
-    return ok(subject, describe_versions(own) + what)
+        return note(subject, f"{', '.join(_find_lacking(own)[0] or missing)}{what}", f"{line}, if you need it")
+    return ok(subject, _describe_versions(own) + what)
+
+
+def requirements_of(name: str, extra: str = "", *, with_contained: bool = True) -> Iterator[Requirement]:
+    """Yields what a distribution always requires on this platform, or what one of its extras adds to that."""
+    own = _metadata(name)
+    for wanted in map(Requirement, own.get_all("Requires-Dist") or [] if own is not None else []):
+        is_always = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+        if is_always == bool(extra) or not (is_always or wanted.marker.evaluate({"extra": extra})):  # type: ignore[union-attr]
+            continue
+        if wanted.name != name:
+            yield wanted
+        elif with_contained:
+            for contained in wanted.extras:
+                yield from requirements_of(name, contained)
+
+
+def _find_lacking(requirements: Iterable[Requirement]) -> tuple[list[str], list[str]]:
+    """Returns what is missing, and what has an untested version, each once."""
+    missing: dict[str, None] = {}
+    outside: dict[str, None] = {}
+    for wanted in requirements:
+        version = _version_of(wanted.name)
+        if version is None:
+            missing[f"{wanted.name} is missing"] = None
+        elif not wanted.specifier.contains(version, prereleases=True):
+            tested = ",".join(sorted(map(str, wanted.specifier), reverse=True))
+            outside[f"{wanted.name} {version} is not {tested}, the tested range"] = None
+        else:
+            parts = [(part.name, extra) for extra in wanted.extras for part in requirements_of(wanted.name, extra)]
+            for part, extra in parts:
+                if _version_of(part) is None:
+                    missing[f"{part} (of {wanted.name}[{extra}]) is missing"] = None
+    return [*missing], [*outside]
+
+
+def _describe_versions(requirements: Iterable[Requirement]) -> str:
+    """Returns names and versions of what is installed."""
+    found = [(part.name, _version_of(part.name)) for part in requirements]
+    return ", ".join(f"{name} {version}" for name, version in found if version is not None)
+
+
+def _metadata(name: str) -> metadata.PackageMetadata | None:
+    try:
+        return metadata.metadata(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _version_of(name: str) -> str | None:
+    """Returns the version of a distribution without importing it; None if it is not installed."""
+    own = _metadata(name)
+    return None if own is None else own["Version"]
 
 
 PORTS = {
@@ -332,29 +322,29 @@ def examine_machine() -> Iterator[Finding]:
     yield _check_open_files()
     yield check_cache(os.environ)
     yield from _check_keys()
-    yield from _check_proxies()
+    found = {name: os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES}
+    if names := ", ".join(name for name, value in found.items() if value and name != "no_proxy"):
+        text = f"{names} set: HTTP clients use it, except for {found['no_proxy'] or 'nothing'}"
+        yield note("proxy", text, "add 127.0.0.1, localhost and your servers' names to NO_PROXY to reach them directly")
+
+
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
 
 def _check_port(port: int, what: str) -> Finding:
-    subject = f"port {port}"
     try:
         with socket.create_server(("127.0.0.1", port)):
-            return ok(subject, f"free ({what})")
+            return ok(f"port {port}", f"free ({what})")
     except OSError as e:
-        holder = _server_on(port)
-        why = f"taken by {holder}" if holder else f"cannot be bound: {e.strerror}"
-    flag = "--grpc-port" if "gRPC" in what else "--port"
-    return note(subject, f"{why} ({what})", f"give another port by {flag}, unless that is your server")
-
-
-def _server_on(port: int) -> str:
-    """Returns name and version of the server on the port, empty if it is none."""
+        why = f"cannot be bound: {e.strerror}"
     try:
         (address,) = addresses(f"http://127.0.0.1:{port}", Credentials())
         about = fetch_json(address, "/v2", dict, timeout_s=1.0)
-        return f"{about['name']} {about['version']}"
+        why = f"taken by {about['name']} {about['version']}"
     except (GuerdonError, KeyError):  # not a server of the protocol
-        return ""
+        pass
+    flag = "--grpc-port" if "gRPC" in what else "--port"
+    return note(f"port {port}", f"{why} ({what})", f"give another port by {flag}, unless that is your server")
 
 
 def _check_open_files() -> Finding:
@@ -366,17 +356,16 @@ def _check_open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = "no limit" if hard == resource.RLIM_INFINITY else f"at most {hard:,}"
     if hard != resource.RLIM_INFINITY and hard < _FILES:
-        return note(
-            subject,
-            f"{limit}, and each connection needs one",
-            f"`ulimit -Hn {_FILES}` as root before `guerdon serve`, or LimitNOFILE={_FILES} in its systemd unit",
-        )
+        remedy = f"`ulimit -Hn {_FILES}` as root before `guerdon serve`, or LimitNOFILE={_FILES} in its systemd unit"
+        return note(subject, f"{limit}, and each connection needs one", remedy)
     return ok(subject, f"{limit} ({soft:,} by default; a server raises it)")
 
 
 def check_cache(environment: Mapping[str, str]) -> Finding:
-    """Checks the cache of the Hugging Face hub."""
-    subject, folder = "model cache", _cache_folder(environment)
+    """Checks the cache of the Hugging Face hub, in the folder where huggingface_hub keeps models."""
+    subject = "model cache"
+    home = environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    folder = Path(environment.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser().absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -388,14 +377,6 @@ def check_cache(environment: Mapping[str, str]) -> Finding:
     if free_gib < _FREE_GIB:
         return note(subject, text, "make room, or set HF_HOME to a folder on a larger disk, for models of the hub")
     return ok(subject, text + (", offline: nothing is downloaded" if environment.get("HF_HUB_OFFLINE") else ""))
-
-
-def _cache_folder(environment: Mapping[str, str]) -> Path:
-    """Returns the folder in which huggingface_hub keeps models."""
-    if own := environment.get("HF_HUB_CACHE"):
-        return Path(own).expanduser()
-    home = environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(home).expanduser().absolute() / "hub"
 
 
 def _check_keys() -> Iterator[Finding]:
@@ -416,20 +397,6 @@ def _check_keys() -> Iterator[Finding]:
     yield ok("GUERDON_API_KEY", "set: clients send it" if credentials.api_key else "not set: clients send none")
 
 
-def _check_proxies() -> Iterator[Finding]:
-    names = [name for name in ("http_proxy", "https_proxy", "all_proxy") if _variable(name)]
-    if names:
-        yield note(
-            "proxy",
-            f"{', '.join(names)} set: HTTP clients use it, except for {_variable('no_proxy') or 'nothing'}",
-            "add 127.0.0.1, localhost and your servers' names to NO_PROXY to reach them directly",
-        )
-
-
-def _variable(name: str) -> str:
-    return os.environ.get(name) or os.environ.get(name.upper()) or ""
-
-
 def examine_devices() -> Iterator[Finding]:
     """Checks torch, if installed, its devices, and the attention path on each."""
     if find_spec("torch") is None:
@@ -444,65 +411,49 @@ def examine_devices() -> Iterator[Finding]:
     if getattr(torch.version, "hip", None):
         build = f"built for ROCm {torch.version.hip}"
     yield ok("torch", f"{torch.__version__}, {build}, threads: {torch.get_num_threads()}")
-    yield from _check_gpus(torch)
-    yield _check_memory()
-    yield _check_products(torch)
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus:
+        yield from (_check_gpu(torch, index) for index in range(num_gpus))
+    elif shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists():
+        remedy = "install a CUDA build of torch that the driver supports (https://pytorch.org/get-started), and check "
+        text = f"this machine has NVIDIA's driver, but torch {torch.__version__} finds no GPU"
+        yield problem("GPU", text, remedy + "CUDA_VISIBLE_DEVICES")
+    else:
+        yield ok("GPU", "none; models run on the CPU, in float32 unless you give --dtype")
+    yield from _check_cpu(torch)
     if find_spec("transformers") is None:
         yield note("attention", "transformers is not installed", install_command("server"))
         return
-    yield _check_attention("cpu")
-    if torch.cuda.is_available():
-        yield _check_attention("cuda")
+    for device in ("cpu", "cuda")[: 2 if num_gpus else 1]:
+        yield _check_attention(device)
 
 
-def _check_gpus(torch: Any) -> Iterator[Finding]:
-    if not torch.cuda.is_available():
-        if shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists():
-            yield problem(
-                "GPU",
-                f"this machine has NVIDIA's driver, but torch {torch.__version__} finds no GPU",
-                "install a CUDA build of torch that the driver supports (https://pytorch.org/get-started), and check "
-                "CUDA_VISIBLE_DEVICES",
-            )
-        else:
-            yield ok("GPU", "none; models run on the CPU, in float32 unless you give --dtype")
-        return
-    for i in range(torch.cuda.device_count()):
-        subject = f"cuda:{i}"
-        try:
-            free, total = torch.cuda.mem_get_info(i)
-            properties = torch.cuda.get_device_properties(i)
-            with torch.cuda.device(i):
-                has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        except Exception as e:  # for example another process holds it exclusively
-            yield problem(subject, _first_line(e), "see nvidia-smi for its users, or set CUDA_VISIBLE_DEVICES")
-            continue
-        text = (
-            f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
-            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-        )
-        if has_bf16:
-            yield ok(subject, text + ", bfloat16")
-        else:
-            yield note(subject, text + ", no native bfloat16", "give --dtype float16 or float32: auto is bfloat16")
+def _check_gpu(torch: Any, index: int) -> Finding:
+    subject = f"cuda:{index}"
+    try:
+        free, total = torch.cuda.mem_get_info(index)
+        gpu = torch.cuda.get_device_properties(index)
+        with torch.cuda.device(index):
+            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    except Exception as e:  # for example another process holds it exclusively
+        return problem(subject, _first_line(e), "see nvidia-smi for its users, or set CUDA_VISIBLE_DEVICES")
+    memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    text = f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {memory}"
+    if has_bf16:
+        return ok(subject, text + ", bfloat16")
+    return note(subject, text + ", no native bfloat16", "give --dtype float16 or float32: auto is bfloat16")
 
 
-def _check_memory() -> Finding:
+def _check_cpu(torch: Any) -> Iterator[Finding]:
+    """Reports the memory, and measures products: processors without units for half precision are slow with it."""
     from guerdon.engine.checkpoint import placement
-
-    free = placement._host_bytes()
-    return ok("memory", "unknown on this platform" if free is None else f"{free / 2**30:.1f} GiB free for models")
-
-
-def _check_products(torch: Any) -> Finding:
-    """Measures products in every dtype that `--dtype` takes: processors without units for half precision are slow."""
     from guerdon.engine.products import flops_per_second
 
-    base, *halves = flops_per_second(torch.float32, torch.bfloat16, torch.float16)
-    shares = (
-        f"{name} {rate / base:.1f} times as fast" for name, rate in zip(("bfloat16", "float16"), halves, strict=True)
-    )
-    return ok("products on cpu", f"float32 {base / 1e9:,.0f} GFLOP/s per core, {', '.join(shares)}")
+    free = placement._host_bytes()
+    yield ok("memory", "unknown on this platform" if free is None else f"{free / 2**30:.1f} GiB free for models")
+    base, bfloat16, float16 = flops_per_second(torch.float32, torch.bfloat16, torch.float16)
+    halves = f"bfloat16 {bfloat16 / base:.1f} times as fast, float16 {float16 / base:.1f} times as fast"
+    yield ok("products on cpu", f"float32 {base / 1e9:,.0f} GFLOP/s per core, {halves}")
 
 
 def _check_attention(device: str) -> Finding:

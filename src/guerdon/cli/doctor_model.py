@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,33 +37,37 @@ def examine_model(model: str) -> Iterator[Finding]:
 
 
 def _examine(model: str) -> Iterator[Finding]:
+    from guerdon.engine.checkpoint.language_models import load_policy
     from guerdon.engine.checkpoint.reward_models import load_reward_model
     from guerdon.engine.engine import Engine
 
     try:
         loaded = load_reward_model(ModelConfig(model=model))
     except CheckpointError as no_reward_model:
-        policy = _load_policy(model, no_reward_model)
-        yield ok(model, f"a causal language model ({policy.trunk.config.model_type}): a policy or a reference")
-        yield from _examine_adapter(model, policy.origin.adapter)
+        try:
+            policy = load_policy(LanguageModelConfig(model=model))
+        except CheckpointError:
+            raise no_reward_model from None  # what is wrong with the checkpoint itself
+        what = f"a causal language model ({policy.trunk.config.model_type}): a policy or a reference"
+        yield from _examine_kind(model, what, policy.origin.adapter)
         yield note(f"{model}, reward", str(no_reward_model), no_reward_model.help or "train a reward head for it")
         yield from _examine_policy(model, policy)
         return
     engine = Engine(loaded)
-    info = engine.info
-    kind = "decoder" if engine.causal else "encoder"
-    yield ok(model, f"a {info.kind}, {kind} ({engine.trunk.config.model_type}), outputs {', '.join(info.outputs)}")
-    yield from _examine_adapter(model, loaded.origin.adapter)
+    info, kind = engine.info, "decoder" if engine.causal else "encoder"
+    what = f"a {info.kind}, {kind} ({engine.trunk.config.model_type}), outputs {', '.join(info.outputs)}"
+    yield from _examine_kind(model, what, loaded.origin.adapter)
     if info.path == "packed+shared" or (info.path == "packed" and not engine.causal):
         yield ok(f"{model}, path", f"{info.path}: {info.why}")
     else:
         yield note(f"{model}, path", f"{info.path}: {info.why}", "it is exact but slower")
     yield from _examine_proofs(model, info.proofs)
     yield from _examine_text(model, engine)
-    yield from _examine_memory(model, engine.trunk, engine.causal)
+    yield _memory(model, engine.trunk, engine.causal)
 
 
-def _examine_adapter(model: str, adapter: str) -> Iterator[Finding]:
+def _examine_kind(model: str, what: str, adapter: str) -> Iterator[Finding]:
+    yield ok(model, what)
     if adapter:
         yield ok(f"{model}, adapter", f"{adapter}, merged when it is loaded; `guerdon convert` writes it merged")
 
@@ -82,64 +86,50 @@ def _examine_proofs(model: str, proofs: tuple[str, ...]) -> Iterator[Finding]:
             yield ok(f"{model}, proved", proof)
 
 
-def _load_policy(model: str, no_reward_model: CheckpointError) -> LoadedPolicy:
-    from guerdon.engine.checkpoint.language_models import load_policy
-
-    try:
-        return load_policy(LanguageModelConfig(model=model))
-    except CheckpointError:
-        raise no_reward_model from None  # what is wrong with the checkpoint itself
-
-
 def _examine_text(model: str, engine: Engine) -> Iterator[Finding]:
     head, encoder = engine.head, engine.encoder
     own = engine.trunk.config.get_text_config().eos_token_id
     named = [head.eos_token_id, *(own if isinstance(own, list) else [own])]
     eos = sorted({token for token in named if token is not None})
-    specials = f"EOS {_list(eos)}, pad {'none' if head.pad_token_id is None else head.pad_token_id}"
-    if encoder is None:
-        yield note(f"{model}, tokenizer", f"none; {specials}", "clients must send token ids; copy a tokenizer for text")
-    else:
-        yield _tokenizer_finding(model, encoder.takes_messages, specials)
-        if encoder.takes_messages:
-            yield from _examine_ending(model, encoder, NEEDS_ENDING)
-    if head.rule:
-        subject, text = f"{model}, reward", f"read from: {head.rule}"
-        if head.pooling == "last_non_pad" and head.pad_token_id in eos:
-            yield note(
-                subject,
-                f"{text}; pad is an EOS, so the reward of a sequence that ends in it is read before it",
-                "nothing, if transformers trained it; --pooling last reads the reward at the EOS",
-            )
-        else:
-            yield ok(subject, text)
+    takes_messages = None if encoder is None else encoder.takes_messages
+    yield _tokenizer(model, takes_messages, eos, head.pad_token_id, "clients must send token ids; copy one for text")
+    if encoder is not None and takes_messages:
+        yield from _examine_ending(model, encoder, NEEDS_ENDING)
+    subject, text = f"{model}, reward", f"read from: {head.rule}"
+    if head.rule and head.pooling == "last_non_pad" and head.pad_token_id in eos:
+        text += "; pad is an EOS, so the reward of a sequence that ends in it is read before it"
+        yield note(subject, text, "nothing, if transformers trained it; --pooling last reads the reward at the EOS")
+    elif head.rule:
+        yield ok(subject, text)
     elif head.steps is not None:
-        yield ok(f"{model}, reward", f"of steps: {head.steps}")
+        yield ok(subject, f"of steps: {head.steps}")
 
 
-def _tokenizer_finding(model: str, takes_messages: bool, specials: str) -> Finding:
+def _tokenizer(
+    model: str, takes_messages: bool | None, eos: Sequence[int], pad: int | None, remedy: str, more: str = ""
+) -> Finding:
+    """Describes the tokenizer, which takes messages or not; None: there is none, and `remedy` says what to do."""
+    ids = f"EOS {' and '.join(map(str, eos)) or 'none'}, pad {'none' if pad is None else pad}{more}"
     subject = f"{model}, tokenizer"
+    if takes_messages is None:
+        return note(subject, f"none; {ids}", remedy)
     if takes_messages:
-        return ok(subject, f"with a chat template; {specials}")
-    return note(subject, f"without a chat template; {specials}", "clients send text or token ids, not messages")
+        return ok(subject, f"with a chat template; {ids}")
+    return note(subject, f"without a chat template; {ids}", "clients send text or token ids, not messages")
 
 
 def _examine_policy(model: str, policy: LoadedPolicy) -> Iterator[Finding]:
     from guerdon.engine.checkpoint.text import TextEncoder
     from guerdon.engine.logprobs import LanguageEngine
 
-    pad = policy.trunk.config.get_text_config().pad_token_id
-    specials = f"EOS {_list(policy.eos_token_ids)}, pad {'none' if pad is None else pad}"
-    if pad in policy.eos_token_ids:
-        specials += ", which is an EOS"
+    pad, eos = policy.trunk.config.get_text_config().pad_token_id, policy.eos_token_ids
     yield from _examine_proofs(model, LanguageEngine(policy).info.proofs)
-    if policy.tokenizer is None:
-        yield note(f"{model}, tokenizer", f"none; {specials}", "copy the checkpoint's tokenizer: actors need one")
-    else:
-        yield _tokenizer_finding(model, policy.info.takes_messages, specials)
+    takes_messages = None if policy.tokenizer is None else policy.info.takes_messages
+    more, remedy = ", which is an EOS" if pad in eos else "", "copy the checkpoint's tokenizer: actors need one"
+    yield _tokenizer(model, takes_messages, eos, pad, remedy, more)
     if policy.info.takes_messages:
         yield from _examine_ending(model, TextEncoder(policy.tokenizer), "an actor appends it to texts and token ids")
-    yield from _examine_memory(model, policy.model, True)
+    yield _memory(model, policy.model, True)
 
 
 def _examine_ending(model: str, encoder: TextEncoder, who: str) -> Iterator[Finding]:
@@ -154,16 +144,12 @@ def _examine_ending(model: str, encoder: TextEncoder, who: str) -> Iterator[Find
         yield note(f"{subject}, differences", ending.differs, "send messages: the reward model's template then decides")
 
 
-def _examine_memory(model: str, module: Any, is_causal: bool) -> Iterator[Finding]:
+def _memory(model: str, module: Any, is_causal: bool) -> Finding:
     count = sum(parameter.numel() for parameter in module.parameters())
     text = f"{count:,} parameters: weights {4 * count / _GIB:.2f} GiB in float32, {2 * count / _GIB:.2f} in bfloat16"
     if is_causal:
         text += f"; {_ADAMW_BYTES * count / _GIB:.2f} GiB to train all of them with AdamW; activations come on top"
-    yield ok(f"{model}, memory", text)
-
-
-def _list(ids: Any) -> str:
-    return " and ".join(map(str, ids)) or "none"
+    return ok(f"{model}, memory", text)
 
 
 def is_model(argument: str) -> bool:

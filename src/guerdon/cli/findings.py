@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Literal, TextIO
+from typing import Literal
 
 import orjson
 
@@ -25,6 +25,13 @@ class Finding:
     text: str
     help: str = ""
 
+    def __str__(self) -> str:
+        level, name = (
+            coloured(f"{self.level:<7}", _STYLES[self.level], sys.stdout),
+            coloured("help:", "cyan", sys.stdout),
+        )
+        return f"{level}  {self.subject}: {self.text}\n" + (f"         {name} {self.help}\n" if self.help else "")
+
 
 def ok(subject: str, text: str) -> Finding:
     return Finding("ok", subject, text)
@@ -40,29 +47,18 @@ def problem(subject: str, text: str, help: str) -> Finding:  # noqa: A002
     return Finding("problem", subject, text, help)
 
 
-def format_finding(finding: Finding, stream: TextIO) -> str:
-    """Formats the finding for the stream."""
-    level = coloured(f"{finding.level:<7}", _STYLES[finding.level], stream)
-    text = f"{level}  {finding.subject}: {finding.text}\n"
-    if finding.help:
-        text += f"         {coloured('help:', 'cyan', stream)} {finding.help}\n"
-    return text
-
-
 def report(findings: Iterable[Finding], *, as_json: bool) -> int:
     """Prints every finding as it comes, and their numbers; returns the number of problems."""
     found = []
     for finding in findings:
         found.append(finding)
         if not as_json:
-            sys.stdout.write(format_finding(finding, sys.stdout))
-            sys.stdout.flush()
-    problems = sum(finding.level == "problem" for finding in found)
+            print(finding, end="", flush=True)
+    problems, notes = (sum(finding.level == level for finding in found) for level in ("problem", "note"))
     if as_json:
         results = {"problems": problems, "findings": [asdict(finding) for finding in found]}
         sys.stdout.write(orjson.dumps(results, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE).decode())
         return problems
     count = {0: "no problem", 1: "1 problem"}.get(problems, f"{problems} problems")
-    notes = sum(finding.level == "note" for finding in found)
-    sys.stdout.write(f"\n{count}, {notes} {'note' if notes == 1 else 'notes'}\n")
+    print(f"\n{count}, {notes} {'note' if notes == 1 else 'notes'}")
     return problems

@@ -249,19 +249,6 @@ The teacher must have the policy's tokenizer. The same command resumes from the 
 which also holds metrics, curves and samples.
 """
 
-BENCH_EXAMPLES = """\
-Measure a server under the load of an RLHF trainer: prompts with several responses each.
-
-examples:
-  # as many requests as it handles in half a minute
-  guerdon bench http://127.0.0.1:5555 --seconds 30
-  # your own data, results as JSON and as a plot
-  guerdon bench http://127.0.0.1:5555 --data in.jsonl \\
-      --json bench.json --plot bench.png
-  # fail, as in CI, if the 99th percentile is above 200 ms
-  guerdon bench http://127.0.0.1:5555 --requests 500 --fail-p99-ms 200
-"""
-
 DOCTOR_EXAMPLES = """\
 Check the installation, this machine, servers and models, and say what to do about problems.
 
@@ -314,7 +301,6 @@ COMMANDS: dict[str, tuple[str, str | None]] = {
     "reinforce": (REINFORCE_EXAMPLES, REINFORCE_NOTES),
     "ppo": (PPO_EXAMPLES, PPO_NOTES),
     "distill": (DISTILL_EXAMPLES, DISTILL_NOTES),
-    "bench": (BENCH_EXAMPLES, None),
     "doctor": (DOCTOR_EXAMPLES, None),
     "convert": (CONVERT_EXAMPLES, CONVERT_NOTES),
     "completion": (COMPLETION_EXAMPLES, None),

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from guerdon.cli import console
@@ -17,8 +17,8 @@ from guerdon.settings.fields import nearest
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 FILES = {
-    "MODEL", "IN", "CONFIG", "FILE", "config", "out", "data", "model", "reward_model", "api_keys_file", "tls_cert",
-    "tls_key", "tls_client_ca", "policy.model", "data.prompts", "data.validation", "json", "plot",
+    "MODEL", "IN", "CONFIG", "FILE", "config", "out", "model", "reward_model", "api_keys_file", "tls_cert",
+    "tls_key", "tls_client_ca", "policy.model", "data.prompts", "data.validation", "plot",
 }  # fmt: skip
 """Arguments that take the path of a file, or of a file or folder."""
 FOLDERS = {"checkpoint_dir", "model_repository", "run.output_dir", "FOLDER"}
@@ -72,24 +72,14 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Accepts underscores in flags, and values of boolean flags; its errors say what to do.
-
-    `add_late` adds more arguments when they are needed, so that a command whose flags import much starts fast.
-    """
+    """Accepts underscores in flags, and values of boolean flags; its errors say what to do."""
 
     _first: frozenset[str] | None = None
     _suggestion: str | None = None
 
-    def __init__(self, prog: str, *, add_late: Callable[[Parser], None] | None = None, **options: Any) -> None:
+    def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, formatter_class=HelpFormatter, add_help=False, **options)
         self.add_argument("-h", "--help", action="help", help="Show this help and exit.")
-        self._add_late = add_late
-
-    def fill(self) -> None:
-        """Adds the late arguments, once."""
-        add, self._add_late = self._add_late, None
-        if add is not None:
-            add(self)
 
     def show_first(self, *names: str) -> None:
         """Shows only these flags under `--help`, and adds `--help-all`, which shows all of them."""
@@ -98,7 +88,6 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Returns the help with the first flags only, if `show_first` has named some."""
-        self.fill()
         text = super().format_help()
         if self._first is None:
             return text
@@ -106,7 +95,6 @@ class Parser(argparse.ArgumentParser):
 
     def format_all_help(self) -> str:
         """Returns the help with all flags."""
-        self.fill()
         first, self._first = self._first, None
         try:
             return super().format_help()
@@ -123,7 +111,6 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parses the arguments; an unknown one is an error here, because this parser knows similar ones."""
-        self.fill()
         given = sys.argv[1:] if args is None else args
         parsed, unknown = super().parse_known_args(self._resolve_booleans(map(_hyphenate, given)), namespace)
         if unknown:
@@ -188,7 +175,6 @@ def completion_script(parser: Parser, shell: str) -> str:
 
 
 def _mark_paths(parser: Parser, file: object, folder: object) -> None:
-    parser.fill()
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

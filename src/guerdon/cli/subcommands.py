@@ -62,22 +62,15 @@ def make_parser() -> Parser:
     _add_actor(commands, "reinforce", "Train a policy by REINFORCE, RLOO or GRPO.", ReinforceRunConfig, run_reinforce)
     _add_actor(commands, "ppo", "Train a policy by PPO with a served critic.", PPORunConfig, run_ppo)
     _add_actor(commands, "distill", "Distil a served teacher into a policy.", DistillRunConfig, run_distill)
-    _add_bench(commands)
     _add_doctor(commands)
     _add_convert(commands)
     _add_completion(commands, parser)
     return parser
 
 
-def _add_command(
-    commands: Any,
-    name: str,
-    summary: str,
-    run: Callable[[argparse.Namespace], int | None],
-    add_late: Callable[[Parser], None] | None = None,
-) -> Parser:
+def _add_command(commands: Any, name: str, summary: str, run: Callable[[argparse.Namespace], int | None]) -> Parser:
     examples, notes = helps.COMMANDS[name]
-    parser: Parser = commands.add_parser(name, help=summary, add_late=add_late)
+    parser: Parser = commands.add_parser(name, help=summary)
     parser.description, parser.epilog = examples, notes
     parser.set_defaults(run=run)
     return parser
@@ -403,45 +396,23 @@ def _train(config: ActorConfig) -> int:
     return launch.run(config, distill.train)
 
 
-# bench, doctor, convert, completion
-
-
-def _add_bench(commands: Any) -> None:
-    def add_flags(parser: Parser) -> None:
-        from guerdon.cli.bench import benching
-
-        parser.show_first(
-            "model", "data", "responses", "prompt_tokens", "response_tokens", "concurrency", "rate", "seconds", "json",
-            "plot",
-        )  # fmt: skip
-        benching.add(parser)
-
-    parser = _add_command(commands, "bench", "Measure a server under a trainer's load.", run_bench, add_flags)
-    parser.usage = "guerdon bench URL ... [--FLAG VALUE ...]"
-
-
-def run_bench(args: argparse.Namespace) -> int:
-    """Measures a server; returns the exit status."""
-    console.check_single_process("bench")
-    from guerdon.cli.bench import benching
-
-    return benching.run(args)
+# doctor, convert, completion
 
 
 def _add_doctor(commands: Any) -> None:
-    def add_flags(parser: Parser) -> None:
-        from guerdon.cli import doctor
-
-        doctor.add(parser)
-
-    _add_command(commands, "doctor", "Check the installation, the machine and servers.", run_doctor, add_flags)
+    parser = _add_command(commands, "doctor", "Check the installation, the machine and servers.", run_doctor)
+    parser.add_argument(
+        "TARGET", nargs="*", metavar="URL|MODEL",
+        help="Servers (http:// or grpc:// URLs) and models (folders or hub ids) to check as well.",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="Write the findings as JSON.")
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Checks the installation, the machine and servers; returns the exit status."""
-    from guerdon.cli import doctor
+    """Prints every finding as it comes, and the number of problems; returns 1 if there is one."""
+    from guerdon.cli import doctor, findings
 
-    return doctor.run(args)
+    return Exit.FAILED if findings.report(doctor.examine(args.TARGET), as_json=args.json) else Exit.DONE
 
 
 def _add_convert(commands: Any) -> None:

@@ -64,7 +64,6 @@ class JudgeEngine:
             teacher.info,
             kind="judge",
             weights_version=_version(teacher.info.weights_version, rubric, config),
-            sampled_version="",
             outputs=("rewards", "attributes"),
             attribute_names=rubric.attribute_names,
             attribute_weights=rubric.attribute_weights,

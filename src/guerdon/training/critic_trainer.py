@@ -337,7 +337,6 @@ class CriticTrainer:
             _MISMATCHES,
             "checkpoint_dir",
             self._ranks,
-            earlier={"base": self._loaded.info.sampled_version},
         )
 
     def _stored_weights(self) -> dict[str, dict[str, Tensor]]:

@@ -376,7 +376,6 @@ class PolicyTrainer:
             mismatches,
             "run.output_dir",
             self._ranks,
-            earlier={"base": self.loaded.info.sampled_version},
         )
 
     def _stored_weights(self) -> dict[str, dict[str, Tensor]]:

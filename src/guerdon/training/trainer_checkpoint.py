@@ -17,7 +17,7 @@ and std in `config.json`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,8 +54,8 @@ class TrainerCheckpoint:
     """The parts of a trainer that its checkpoint holds, to write or to restore, on one rank or several.
 
     `weights` are the tensors by the stem of their file. `made_with` must be equal when the checkpoint is loaded;
-    `mismatches` has the start of the error if it differs, and `earlier` the values that guerdon 0.1 wrote for it.
-    `setting` names the setting that chooses the folder. The number of `ranks` and their layout may differ at loading.
+    `mismatches` has the start of the error if it differs. `setting` names the setting that chooses the folder. The
+    number of `ranks` and their layout may differ at loading.
     """
 
     weights: dict[str, dict[str, Tensor]]
@@ -65,7 +65,6 @@ class TrainerCheckpoint:
     mismatches: dict[str, str]
     setting: str
     ranks: Ranks = ALONE
-    earlier: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path, files: dict[str, bytes], facts: dict[str, Any]) -> None:
         """Collective; writes everything, with `files` by name and more `facts`, into an existing, empty folder.
@@ -113,7 +112,7 @@ class TrainerCheckpoint:
         """
         facts = tensor_files.read_json(folder / "trainer.json")
         for name, own in self.made_with.items():
-            if facts.get(name) not in (own, self.earlier.get(name, own)):
+            if facts.get(name) != own:
                 what = self.mismatches.get(name, f"was made with {name}")
                 raise CheckpointError(
                     f"{folder} {what} {facts.get(name)}, this run has {own}",

@@ -117,7 +117,6 @@ def load_policy(
             takes_text=tokenizer is not None,
             takes_messages=tokenizer is not None and bool(tokenizer.chat_template),
             weights_version=version,
-            sampled_version=checkpoint.sampled_version,
             dtype=dtype_name(dtype),
             device=str(device),
             proofs=proofs,

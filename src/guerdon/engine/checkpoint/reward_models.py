@@ -288,7 +288,6 @@ def describe(
         takes_prompts=reads_pairs or (encoder is not None and (steps is not None or config.truncation == "right")),
         reads_pairs=reads_pairs,
         weights_version=weights_version,
-        sampled_version=checkpoint.sampled_version,
         dtype=dtype_name(dtype),
         device=str(device),
         merges_attributes=config.merge_attributes or not several,

@@ -87,7 +87,7 @@ class RankLoading:
         ranks = self._ranks
         if ranks.size > 1:
             facts: dict[str, Any] = {"config.json": digest_of(checkpoint.settings)}
-            facts["weights"] = checkpoint.sampled_version
+            facts["weights"] = checkpoint.sample
             facts |= {name: value for name, value in dataclasses.asdict(config).items() if name not in OWN}
             facts["dtype"] = str(dtype).removeprefix("torch.")
             # Agree first: a rank that failed earlier sends its error and not these facts.

@@ -72,14 +72,14 @@ class StoredCheckpoint:
     """An opened checkpoint: its parsed `config.json`, and its tensors by name, not yet read.
 
     One of an adapter has the config and the tensors of its base model until `merge_adapter` has merged them.
-    `sampled_version` is its version by guerdon 0.1: 12 hex digits from samples of the weights' bytes. `digested` is the
-    part of the settings that the versions cover.
+    `sample` is a digest of samples of the weights' bytes, which needs no time, unlike `version`. `digested` is the part
+    of the settings that both cover.
     """
 
     folder: Path
     settings: dict[str, Any]
     tensors: dict[str, StoredTensor]
-    sampled_version: str
+    sample: str
     files: Files
     digested: dict[str, Any]
     adapter: StoredAdapter | None = None
@@ -134,7 +134,7 @@ class StoredCheckpoint:
         self.start_hashing()
         assert self._digests is not None
         own = self.files.version(self.digested, self._digests.result())
-        return own if self.base is None else _joined(self.base.version, own, digest_size=8)
+        return own if self.base is None else _joined(self.base.version, own)
 
     def read(self, name: str) -> torch.Tensor:
         """Returns one tensor as float32 on the CPU."""
@@ -142,11 +142,11 @@ class StoredCheckpoint:
 
     def check_unchanged(self) -> None:
         """Raises CheckpointError if a file was written to or replaced since the checkpoint was opened."""
-        sampled = self.files.sampled(self.digested)
+        sample = self.files.sample(self.digested)
         if self.base is not None:
             self.base.check_unchanged()
-            sampled = _joined(self.base.sampled_version, sampled, digest_size=6)
-        is_same = find_files(self.folder) == self.files and sampled == self.sampled_version
+            sample = _joined(self.base.sample, sample)
+        is_same = find_files(self.folder) == self.files and sample == self.sample
         if is_same and self._digests is not None:  # files changed within the last seconds are hashed again
             is_same = self._digests.result() == digest_files(self.files.weights).result()
         if not is_same:
@@ -187,8 +187,8 @@ class StoredAdapter:
         return f"{kind}, rank {rank}" if rank else str(kind)
 
 
-def _joined(base: str, own: str, digest_size: int) -> str:
-    return hashlib.blake2b(f"{base}+{own}".encode(), digest_size=digest_size).hexdigest()
+def _joined(base: str, own: str) -> str:
+    return hashlib.blake2b(f"{base}+{own}".encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -201,14 +201,14 @@ class Files:
 
     def version(self, settings: dict[str, Any], digests: list[str]) -> str:
         """Returns BLAKE2b of the config, the tokenizer's files, and each weight file's name and digest."""
-        digest = self._digest_texts(settings, digest_size=8)
+        digest = self._digest_texts(settings)
         for path, own in zip(self.weights, digests, strict=True):
             digest.update(f"{path.name}:{own};".encode())
         return digest.hexdigest()
 
-    def sampled(self, settings: dict[str, Any]) -> str:
-        """Returns guerdon 0.1's version: BLAKE2b of each file's first and last MiB, and of a page every 16 MiB."""
-        digest = self._digest_texts(settings, digest_size=6)
+    def sample(self, settings: dict[str, Any]) -> str:
+        """Returns BLAKE2b of each weight file's first and last MiB, and of a page every 16 MiB."""
+        digest = self._digest_texts(settings)
         for path in self.weights:
             size = path.stat().st_size
             digest.update(f"{path.name}:{size};".encode())
@@ -221,8 +221,8 @@ class Files:
                 digest.update(file.read(MIB))
         return digest.hexdigest()
 
-    def _digest_texts(self, settings: dict[str, Any], digest_size: int) -> Any:
-        digest = hashlib.blake2b(digest_of(settings).encode(), digest_size=digest_size)
+    def _digest_texts(self, settings: dict[str, Any]) -> Any:
+        digest = hashlib.blake2b(digest_of(settings).encode(), digest_size=8)
         for path in self.texts:
             digest.update(f"{path.name}:{path.stat().st_size};".encode() + path.read_bytes())
         return digest
@@ -279,10 +279,10 @@ def open_checkpoint(
     # Stat before reading or mapping, so that `check_unchanged` notices files that are replaced from now on.
     files = find_files(folder)
     settings = read_settings(folder / "config.json")
-    sampled = files.sampled(settings)
+    sample = files.sample(settings)
     tensors = _open_files(files.weights)
     faults.check_merged(folder, tensors)
-    return StoredCheckpoint(folder, settings, tensors, sampled, files, settings)
+    return StoredCheckpoint(folder, settings, tensors, sample, files, settings)
 
 
 _NOT_DIGESTED = ("base_model_name_or_path", "revision", "inference_mode")
@@ -304,9 +304,9 @@ def _open_adapter(folder: Path, base: str | None, above: tuple[Path, ...]) -> St
     under = _open_base(folder, base, settings, above)
     digested = {name: value for name, value in settings.items() if name not in _NOT_DIGESTED}
     digested |= {name: facts[name] for name in ("mean", "std") if name in facts}
-    sampled = _joined(under.sampled_version, files.sampled(digested), digest_size=6)
+    sample = _joined(under.sample, files.sample(digested))
     adapter = StoredAdapter(settings, tensors, under, head, facts)
-    return StoredCheckpoint(folder, under.settings, under.tensors, sampled, files, digested, adapter)
+    return StoredCheckpoint(folder, under.settings, under.tensors, sample, files, digested, adapter)
 
 
 def _open_base(folder: Path, base: str | None, settings: dict[str, Any], above: tuple[Path, ...]) -> StoredCheckpoint:

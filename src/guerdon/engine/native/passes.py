@@ -22,7 +22,7 @@ from guerdon.engine.native.library import DTYPES, kernels
 def norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor | None:
     """Returns RMSNorm of states `[*,H]` by weight `[H]`."""
     library = _library(states, weight)
-    if library is None:
+    if library is None or weight.shape != states.shape[-1:] or not weight.is_contiguous():
         return None
     width = states.shape[-1]
     rows = _rows(states)
@@ -41,7 +41,7 @@ SILU, GELU_BY_TANH, GELU, SIGMOID = range(4)
 def gated(gate: Tensor, up: Tensor, kind: int) -> Tensor | None:
     """Returns the activation of the gate `[*,I]` times `up`; in place of the gate without gradients."""
     library = _library(gate, up)
-    if library is None:
+    if library is None or gate.shape != up.shape:
         return None
     gates, ups = _rows(gate), _rows(up)
     in_place = gate.is_contiguous() and not torch.is_grad_enabled()
@@ -71,7 +71,8 @@ def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor | None:
     """Returns the rotary embedding of `[1,H,T,D]` by cosines and sines `[1,T,D]`."""
     library = _library(x, cosines, sines)
     _, heads, tokens, size = x.shape
-    if library is None or x.stride(3) != 1 or cosines.shape != sines.shape or cosines.shape != (1, tokens, size):
+    fits = len(x) == 1 and size % 2 == 0 and cosines.shape == sines.shape == (1, tokens, size)
+    if library is None or x.stride(3) != 1 or not fits:
         return None
     cosines, sines = cosines.contiguous(), sines.contiguous()
     out = torch.empty(tokens, heads, size, dtype=x.dtype)

@@ -1,14 +1,13 @@
 """One journal record as a file: a train request, or a client's return to a checkpoint.
 
 A head with its own checksum gives the length of the safetensors payload behind it, so that a file that was cut can be
-told from one in which a bit flipped. Records of guerdon 0.1, safetensors files without that head, are read as well.
+told from one in which a bit flipped.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import re
 import struct
 from dataclasses import dataclass
@@ -35,8 +34,7 @@ _ESTIMATES = ("returns", "prev_values", "advantages")
 """What the critic itself makes of a request with rewards. It is kept, because later weights would give other values."""
 
 _HEAD = struct.Struct("<Q8sQ")
-"""The number of bytes of head that follow, the format, the payload's length. Guerdon 0.1 takes the first number for the
-length of safetensors' header, finds none, and refuses to start instead of dropping the record as one that was cut."""
+"""The number of bytes of head that follow, the format, the payload's length."""
 _MAGIC = b"GUERDON2"
 _CHECKSUM_BYTES = 16
 _PAYLOAD = _HEAD.size + _CHECKSUM_BYTES
@@ -117,9 +115,8 @@ def decode_record(path: Path) -> Record:
     )
     tensors = unpack(payload)
     if record.checkpoint is None:
-        updates = meta.get("updates", 1)  # earlier versions made one
         tokens, returns, prev_values, mask = (tensors[name] for name in _TENSORS)
-        record.request = request = TrainRequest(meta["id"], tokens, returns, prev_values, mask, updates=updates)
+        record.request = request = TrainRequest(meta["id"], tokens, returns, prev_values, mask, updates=meta["updates"])
         request.parents, request.lengths = map(tensors.get, _TREES)
         is_whole = True
         if "gae" in meta:
@@ -139,20 +136,9 @@ def read_checkpoint(path: Path) -> str:
 def is_cut(path: Path) -> bool:
     """Whether the file is shorter than its own head says, and that head is intact."""
     data = path.read_bytes()
-    if not _is_of_0_1(data):
-        try:
-            return len(data) < _PAYLOAD or len(data) < _PAYLOAD + _payload_bytes(data)
-        except ValueError:
-            return False
     try:
-        # 0.1 has no checksum of the length, but the header behind it shows where it ends.
-        header, end = json.JSONDecoder().raw_decode(data[8:].decode("latin-1"))
-        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-        begin = 8 + -(-end // 8) * 8
-        return len(data) < begin + max((entry["data_offsets"][1] for entry in tensors), default=0)
-    except json.JSONDecodeError:
-        return len(data) < 8 + int.from_bytes(data[:8], "little")
-    except (KeyError, TypeError, IndexError, AttributeError):
+        return len(data) < _PAYLOAD or len(data) < _PAYLOAD + _payload_bytes(data)
+    except ValueError:
         return False
 
 
@@ -170,15 +156,9 @@ def _payload_bytes(data: bytes) -> int:
 
 def _payload(data: bytes) -> bytes:
     """Returns the safetensors payload; raises ValueError if the head before it is damaged."""
-    if _is_of_0_1(data):
-        return data
     if len(data) != _PAYLOAD + _payload_bytes(data):
         raise ValueError("its length is another than was written")
     return data[_PAYLOAD:]
-
-
-def _is_of_0_1(data: bytes) -> bool:
-    return data[8:9] == b"{"
 
 
 def _meta(payload: bytes) -> dict[str, Any]:

@@ -470,8 +470,6 @@ class Store:
 
     def _check_settings(self, record: Record) -> None:
         other = record.settings
-        if self._info.is_named(other.get("weights", "")):
-            other = other | {"weights": self._info.weights_version}
         differing = [k for k in {**other, **self._settings} if other.get(k) != self._settings.get(k)]
         if differing:
             then = ", ".join(f"{k} {other.get(k)}" for k in differing)

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from guerdon.cli.bench.load import CHARACTERS_PER_TOKEN, FromFile, RandomTexts, RandomTokens, Shape
 from guerdon.client.calls import ModelSignature
 from guerdon.errors import StartError
+from load_requests import CHARACTERS_PER_TOKEN, FromFile, RandomTexts, RandomTokens, Shape
 
 SHAPE = Shape(prompt_tokens=40, response_tokens=60, responses=4, spread=0.5, max_length=400)
 TAKES_TEXT = ModelSignature("m", ("1",), "guerdon", {"sentences": "BYTES"}, {"rewards": "FP32"})

@@ -1,4 +1,16 @@
-"""`guerdon bench`: its flags and checks, and a run from the first look at the server to the exit status."""
+"""Measures a running server under the load of an RLHF trainer: prompts with several responses each.
+
+examples:
+  # as many requests as it handles in half a minute
+  python benchmarks/server_load.py http://127.0.0.1:5555 --seconds 30
+  # your own data, results as JSON and as a plot
+  python benchmarks/server_load.py http://127.0.0.1:5555 --data in.jsonl \\
+      --json load.json --plot load.png
+  # fail, as in CI, if the 99th percentile is above 200 ms
+  python benchmarks/server_load.py http://127.0.0.1:5555 --requests 500 --fail-p99-ms 200
+
+docs/bench.md describes the load and the results.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +18,7 @@ import argparse
 import asyncio
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,10 +26,9 @@ from typing import Any
 
 import orjson
 
+from guerdon import __version__
 from guerdon.cli import console, outputs
-from guerdon.cli.bench.driving import Answer, Bar, ClientLoad, Extent, poisson
-from guerdon.cli.bench.load import FromFile, Load, Shape, fit
-from guerdon.cli.bench.summary import Summary, check_bounds, notes, plot, read_counters, summarise, table, work_between
+from guerdon.cli.parser import Parser
 from guerdon.client.addresses import Address, addresses
 from guerdon.client.calls import ModelSignature
 from guerdon.client.retry import RetryPolicy
@@ -30,6 +41,9 @@ from guerdon.errors import (
     StartError,
 )
 from guerdon.settings.access import strip_credentials
+from load_generator import Answer, Bar, ClientLoad, Extent, poisson
+from load_requests import FromFile, Load, Shape, fit
+from load_summary import Summary, check_bounds, notes, plot, read_counters, summarise, table, work_between
 
 _SECONDS = 30.0
 _MOST_TOKENS = 1_000_000
@@ -60,8 +74,9 @@ def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**filled)
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `guerdon bench`."""
+def make_parser() -> Parser:
+    """Returns the parser of the command line."""
+    parser = Parser("python benchmarks/server_load.py", description=__doc__)
     parser.add_argument("URL", nargs="+", help="URL of a server, http:// or grpc://; several share the load.")
     server = parser.add_argument_group("server")
     server.add_argument(
@@ -147,6 +162,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--fail-below", type=_positive, metavar="X", help="Exit 1 if there are fewer than X sequences per second."
     )
+    return parser
 
 
 def _number_type(kind: Callable[[str], Any], least: float, most: float, wanted: str) -> Callable[[str], Any]:
@@ -216,8 +232,9 @@ def _server_addresses(urls: list[str]) -> list[Address]:
         raise ConfigError(str(e), "give each URL as its server printed it") from e
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status."""
+def run(argv: Sequence[str] | None = None) -> int:
+    """Runs the load of a command line; returns the exit status."""
+    args = make_parser().parse_args(argv)
     _check_options(args)
     _check_files(args)
     console.require_grpc(args.URL)
@@ -226,7 +243,7 @@ def run(args: argparse.Namespace) -> int:
     measured = asyncio.run(_measure(args, servers))
     summary = measured.summary
     urls = [strip_credentials(url) for url in args.URL]
-    heading = f"guerdon bench: {args.model} at {', '.join(urls)}"
+    heading = f"load test: {args.model} at {', '.join(urls)}"
     if args.json == "-":
         sys.stdout.write(_json(args, measured, urls).decode())
     else:
@@ -313,8 +330,6 @@ def _describe(args: argparse.Namespace, load: Load, shape: Shape | None) -> str:
 
 
 def _json(args: argparse.Namespace, measured: _Measured, urls: list[str]) -> bytes:
-    from guerdon import __version__
-
     load: dict[str, Any] = {
         "told": measured.load,
         "data": args.data,
@@ -334,3 +349,7 @@ def _json(args: argparse.Namespace, measured: _Measured, urls: list[str]) -> byt
         "notes": list(notes(measured.summary)),
     }
     return orjson.dumps(results, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+if __name__ == "__main__":
+    sys.exit(console.exit_status(run))

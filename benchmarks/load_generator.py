@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from guerdon.cli.bench.load import Load
 from guerdon.client import Scores
 from guerdon.client.reward_client import AsyncRewardClient
 from guerdon.errors import GuerdonError
+from load_requests import Load
 
 NOT_SENT = "NotSent"
 """The error of a request that was due while `max_open` others were in flight."""

@@ -1,4 +1,4 @@
-"""The load of `guerdon bench`: random requests as in RLHF, the same for the same seed, or the rows of a file."""
+"""The requests of server_load.py: random requests as in RLHF, the same for the same seed, or the rows of a file."""
 
 from __future__ import annotations
 

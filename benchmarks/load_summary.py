@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from guerdon.cli.bench.driving import NOT_SENT, Answer
 from guerdon.cli.console import Style, coloured
 from guerdon.client.addresses import Address
 from guerdon.client.http_transport import fetch
 from guerdon.errors import GuerdonError
 from guerdon.plots import BAND, INK, MAIN, SECOND, STYLE, pyplot
+from load_generator import NOT_SENT, Answer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,7 +138,7 @@ class Summary:
     """The results of a run; `seconds` last until the last answer, sequences and tokens are those with a score.
 
     `received_tokens` are known for token ids, or from the servers' counters (`work`). `queue` and `compute` are the
-    server's own times, None if it does not report them. `client_cores` is the number of cores that this command used.
+    server's own times, None if it does not report them. `client_cores` is the number of cores that this client used.
 
     With --rate, `rate` is the requested one and `sent_per_s` the achieved one, in requests per second; `late` is the
     delay of sending, which the latency includes. All are None without a rate; `sent_per_s` also for one request.
@@ -282,13 +282,13 @@ def notes(summary: Summary) -> Iterator[str]:
     if summary.is_late and summary.late is not None:
         pace = "" if summary.sent_per_s is None else f", {summary.sent_per_s:,.1f} per second"
         yield (
-            f"this command could not keep up with {summary.rate:g} requests per second: it sent them up to "
+            f"this client could not keep up with {summary.rate:g} requests per second: it sent them up to "
             f"{summary.late.max / 1e3:,.2f} s late{pace}. The latencies include that delay of the client; lower the "
             "rate, or run several clients on other machines"
         )
     if summary.client_cores > BUSY_CLIENT:
         yield (
-            f"this command itself used {summary.client_cores:.2f} cores: the server may be faster than the client; run "
+            f"this client itself used {summary.client_cores:.2f} cores: the server may be faster than the client; run "
             "several clients, or larger requests"
         )
     if len(summary.weights_versions) > 1:

@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from guerdon.cli.bench.driving import NOT_SENT, Answer
-from guerdon.cli.bench.summary import Work, check_bounds, notes, parse_counters, summarise, table, work_between
 from guerdon.server.metrics import Metrics
+from load_generator import NOT_SENT, Answer
+from load_summary import Work, check_bounds, notes, parse_counters, summarise, table, work_between
 
 GOOD = Answer(sent_s=0.0, seconds=0.5, num_sequences=8, num_tokens=80, queue_s=0.1, compute_s=0.2)
 

@@ -1,8 +1,7 @@
-"""`guerdon bench` against real servers: what it sends, tells and writes, and how it ends."""
+"""benchmarks/server_load.py against real servers: what it sends, tells and writes, and how it ends."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -19,35 +18,37 @@ from typing import Any
 
 import pytest
 
+import load_generator
 import served
+import server_load
 import zoo
-from bench import bench_scorers
 from guerdon.assembly import build_service
-from guerdon.cli.bench import benching, driving
-from guerdon.cli.bench.driving import NOT_SENT, Answer, ClientLoad, Extent, poisson
-from guerdon.cli.bench.load import Load, RandomTokens, Request, Shape
-from guerdon.cli.bench.summary import notes, summarise
 from guerdon.client.reward_client import AsyncRewardClient
-from guerdon.errors import StartError, StorageFailed
+from guerdon.errors import Exit, StartError, StorageFailed
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
+from load_generator import NOT_SENT, Answer, ClientLoad, Extent, poisson
+from load_requests import Load, RandomTokens, Request, Shape
+from load_summary import notes, summarise
+from loads import load_scorers
 from processes import environment
 from server.keys import SCORE, keyed
 
+SCRIPT = Path(__file__).parents[2] / "benchmarks/server_load.py"
 SHORT = ("--prompt-tokens", "30", "--response-tokens", "4", "--max-length", "40", "--concurrency", "4")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A reward model with a tokenizer, one without, functions, and a sum."""
-    folder = tmp_path_factory.mktemp("bench")
+    folder = tmp_path_factory.mktemp("load")
     with_text = str(served.reward_model(folder / "rm"))
     models = [
         ModelConfig(model=with_text),
         ModelConfig(model=str(zoo.checkpoint("llama", folder / "ids", num_labels=1)), name="ids"),
-        ModelConfig(model="bench.bench_scorers:lengths", name="lengths"),
-        ModelConfig(model="bench.bench_scorers:slow", name="slow"),
-        ModelConfig(model="bench.bench_scorers:held", name="held"),
+        ModelConfig(model="loads.load_scorers:lengths", name="lengths"),
+        ModelConfig(model="loads.load_scorers:slow", name="slow"),
+        ModelConfig(model="loads.load_scorers:held", name="held"),
         ModelConfig(model="served:flaky", name="flaky"),
     ]
     total = RewardConfig(name="total", components=[ComponentConfig(model="ids"), ComponentConfig(model="lengths")])
@@ -56,17 +57,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-def bench(*argv: str) -> int:
-    """The exit status of the command in this process."""
-    parser = argparse.ArgumentParser()
-    benching.add(parser)
-    return benching.run(parser.parse_args([*argv, "--no-progress"]))
+def load_test(*argv: str) -> int:
+    """The exit status of the script in this process."""
+    return server_load.run([*argv, "--no-progress"])
 
 
 def told(tmp_path: Path, *argv: str) -> tuple[int, dict[str, Any]]:
     """The exit status and the JSON."""
     file = tmp_path / "out.json"
-    return bench(*argv, "--json", str(file)), json.loads(file.read_bytes())
+    return load_test(*argv, "--json", str(file)), json.loads(file.read_bytes())
 
 
 def test_a_run_reports_what_was_sent_answered_and_computed(server, tmp_path, capsys):
@@ -118,7 +117,7 @@ def test_a_sum_has_the_work_of_its_models(server, tmp_path):
 
 
 def test_json_may_go_to_the_terminal_alone(server, capsys):
-    assert bench(server.http_url, "--model", "lengths", *SHORT, "--requests", "2", "--json", "-") == 0
+    assert load_test(server.http_url, "--model", "lengths", *SHORT, "--requests", "2", "--json", "-") == 0
     assert json.loads(capsys.readouterr().out)["requests"] == 2
 
 
@@ -151,7 +150,7 @@ def test_failed_samples_fail_the_run_and_are_reported(server, tmp_path, capsys):
     ],
 )
 def test_bounds_decide_the_exit_status(server, capsys, bounds, status):
-    assert bench(server.http_url, "--model", "lengths", *SHORT, "--requests", "4", *bounds) == status
+    assert load_test(server.http_url, "--model", "lengths", *SHORT, "--requests", "4", *bounds) == status
     assert ("does not hold" in capsys.readouterr().out) == bool(status)
 
 
@@ -174,7 +173,7 @@ def test_errors_at_the_start_say_what_to_do(server, tmp_path):
         ((server.http_url, "--data", "x", "--seed", "1"), "--seed is for the random load"),
     ):
         with pytest.raises(StartError, match=what) as e:
-            bench(*argv)
+            load_test(*argv)
         assert e.value.help
 
 
@@ -184,15 +183,15 @@ def test_files_are_tried_before_the_load_and_left_as_they_were(tmp_path):
     old.write_text("before")
     for file in (new, old):
         with pytest.raises(StartError, match="cannot connect"):
-            bench(nowhere, "--wait-s", "0", "--json", str(file))
+            load_test(nowhere, "--wait-s", "0", "--json", str(file))
     assert not new.exists() and old.read_text() == "before"
     with pytest.raises(StartError, match="is a folder"):
-        bench(nowhere, "--wait-s", "0", "--json", str(tmp_path))
+        load_test(nowhere, "--wait-s", "0", "--json", str(tmp_path))
 
 
 def test_a_file_that_cannot_be_written_is_named(server, capsys):
     with pytest.raises(StorageFailed, match="cannot write /dev/full: No space left"):
-        bench(server.http_url, "--model", "lengths", *SHORT, "--requests", "2", "--json", "/dev/full")
+        load_test(server.http_url, "--model", "lengths", *SHORT, "--requests", "2", "--json", "/dev/full")
     assert "sequences/s" in capsys.readouterr().out, "the table is not lost with it"
 
 
@@ -222,23 +221,23 @@ def test_a_seed_goes_with_rows_that_come_at_random_times(server, tmp_path):
 )
 def test_numbers_that_mean_nothing_are_refused(flags, capsys):
     with pytest.raises(SystemExit):
-        bench("http://127.0.0.1:1", *flags)
+        load_test("http://127.0.0.1:1", *flags)
     assert "is not a" in capsys.readouterr().err
 
 
 def test_a_key_comes_as_every_clients_does_and_is_never_told(tmp_path, monkeypatch, capsys):
-    config = keyed(tmp_path, models=[ModelConfig(model="bench.bench_scorers:lengths")])
+    config = keyed(tmp_path, models=[ModelConfig(model="loads.load_scorers:lengths")])
     monkeypatch.delenv("GUERDON_API_KEY", raising=False)
     with RunningServer(build_service(config), config) as running:
         url, few = running.http_url, (*SHORT, "--requests", "3")
         with pytest.raises(StartError, match="key") as refused:
-            bench(url, *few)
+            load_test(url, *few)
         assert "GUERDON_API_KEY" in refused.value.help
         in_url = url.replace("http://", f"http://x:{SCORE}@")
         status, out = told(tmp_path, in_url, *few)
         assert status == 0 and out["work"] is not None, "the metrics were read with it"
         monkeypatch.setenv("GUERDON_API_KEY", SCORE)
-        assert bench(url, *few) == 0
+        assert load_test(url, *few) == 0
     assert SCORE not in capsys.readouterr().out + json.dumps(out)
 
 
@@ -279,17 +278,17 @@ class LastFrees(RandomTokens):
 
     def request(self, index: int) -> Request:
         if index == 19:
-            bench_scorers.go.set()
+            load_scorers.go.set()
         return super().request(index)
 
 
 def test_a_rate_does_not_wait_for_answers(server):
-    bench_scorers.go.clear()
+    load_scorers.go.clear()
     answers = driven(server.http_url, "held", 100.0, 20, kind=LastFrees)
     assert len(answers) == 20 and not any(answer.error for answer in answers), "there is none before the last is sent"
     assert len({answer.sent_s for answer in answers}) == 20
     waited = driven(server.http_url, "slow", None, 2)
-    assert waited[1].sent_s >= bench_scorers.SLOW_S, "but places do"
+    assert waited[1].sent_s >= load_scorers.SLOW_S, "but places do"
 
 
 def test_a_rate_is_kept_on_average(server):
@@ -305,10 +304,10 @@ def test_a_client_that_cannot_keep_up_says_so(server):
     assert any("could not keep up" in note for note in notes(summary))
     for _ in range(10):  # in one of them the machine does not stall
         at_leisure = driven(server.http_url, "slow", 20.0, 6)
-        assert all(answer.late_s + bench_scorers.SLOW_S <= answer.seconds for answer in at_leisure), (
+        assert all(answer.late_s + load_scorers.SLOW_S <= answer.seconds for answer in at_leisure), (
             "it is no delay of the server's"
         )
-        if max(answer.late_s for answer in at_leisure) < 0.1 < bench_scorers.SLOW_S:
+        if max(answer.late_s for answer in at_leisure) < 0.1 < load_scorers.SLOW_S:
             break
     else:
         pytest.fail("a client that could keep up was late each time")
@@ -319,7 +318,7 @@ def test_waiting_for_the_last_answers_is_no_idleness(server, monkeypatch):
     """By this clock one request is made for 0.2 s, 0.15 of them busily, and answered after 0.8 s more."""
     now = {"wall": 100.0, "cpu": 10.0}
     clock = SimpleNamespace(perf_counter=lambda: now["wall"], process_time=lambda: now["cpu"])
-    monkeypatch.setattr(driving, "time", clock)
+    monkeypatch.setattr(load_generator, "time", clock)
 
     def answered(answer: Answer) -> None:
         assert not answer.error
@@ -348,11 +347,11 @@ class EightFree(list):
     def append(self, answer: Answer) -> None:
         super().append(answer)
         if len(self) == 8:
-            bench_scorers.go.set()
+            load_scorers.go.set()
 
 
 def test_what_is_due_while_too_many_wait_is_not_sent(server):
-    bench_scorers.go.clear()
+    load_scorers.go.clear()
     answers = driven(server.http_url, "held", 1e4, 12, max_open=4, answers=EightFree())
     assert [answer.error for answer in answers[:8]] == [NOT_SENT] * 8
     assert [answer.error for answer in answers[8:]] == [""] * 4
@@ -365,7 +364,7 @@ def test_a_server_that_is_gone_is_told_and_not_asked_without_a_break():
     assert time.perf_counter() - started > 0.3
 
 
-def test_the_command_shows_its_progress_on_a_terminal(server):
+def test_the_script_shows_its_progress_on_a_terminal(server):
     """A real process, whose stderr is a terminal and whose stdout is none."""
     ours, its = pty.openpty()
     termios.tcsetwinsize(its, (24, 100))
@@ -380,17 +379,24 @@ def test_the_command_shows_its_progress_on_a_terminal(server):
 
     reader = threading.Thread(target=read)
     reader.start()
-    argv = [sys.executable, "-m", "guerdon", "bench", server.http_url, "--model", "slow", *SHORT, "--requests", "9"]
+    argv = [sys.executable, SCRIPT, server.http_url, "--model", "slow", *SHORT, "--requests", "9"]
     done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=its, text=True, env=environment(), timeout=60)
     os.close(its)
     reader.join()
     os.close(ours)
     assert done.returncode == 0, shown.decode()
     assert b"/9 requests" in shown and b"sequences/s" in shown
-    assert done.stdout.startswith("guerdon bench: slow at ") and "\x1b" not in done.stdout
+    assert done.stdout.startswith("load test: slow at ") and "\x1b" not in done.stdout
 
 
-def test_neither_torch_nor_matplotlib_is_imported_for_the_commands():
-    code = "import sys, guerdon.cli.bench.benching, guerdon.cli.doctor\n"
+def test_the_script_ends_with_its_error():
+    argv = [sys.executable, SCRIPT, f"http://127.0.0.1:{served.free_port()}", "--wait-s", "0"]
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment(), timeout=60)
+    what, advice = done.stderr.splitlines()
+    assert done.returncode == Exit.CANNOT_START and what.startswith("guerdon: ") and advice.startswith("help: ")
+
+
+def test_neither_torch_nor_matplotlib_is_imported_without_need():
+    code = f"import sys; sys.path.append({str(SCRIPT.parent)!r})\nimport server_load, guerdon.cli.doctor\n"
     code += "assert not {'torch', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env=environment())
