@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack
 
 from guerdon.assembly import build_service
 from guerdon.client import Head, Scores, TeacherAnswers
-from guerdon.client.calls import Call, ModelSignature, make_request, prepare_score
+from guerdon.client.calls import Call, ModelSignature, make_request, prepare_score, takes
 from guerdon.client.reward_client import ScoreArgs
 from guerdon.client.teacher_calls import (
     GivenIds,
@@ -127,10 +127,12 @@ class LocalRewardModel(_LocalModel):
         """
         super().__init__(from_mapping(ModelConfig, {**_PATIENT, **settings, "model": str(model)}))
 
+    @takes(ScoreArgs)
     def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
         """Returns the samples' scores; blocks. Takes what `RewardClient.score` takes and raises what a server would."""
         return self.submit(**samples).result()
 
+    @takes(ScoreArgs)
     def submit(self, **samples: Unpack[ScoreArgs]) -> Future[Scores]:
         """Returns a future of `score`'s result at once; cancelling drops the samples. Thousands may be in progress."""
         return self._submit(prepare_score(self._name, make_request(**samples)))
@@ -161,18 +163,22 @@ class LocalTeacher(_LocalModel):
         """
         super().__init__(from_mapping(TeacherConfig, {**_PATIENT, **settings, "model": str(model)}))
 
+    @takes(TeacherArgs)
     def logprobs(self, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of the samples' own tokens; blocks. Raises what a server would."""
         return self._submit(prepare_logprobs(self._name, samples)).result()
 
+    @takes(TeacherArgs)
     def top(self, k: int, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the `k` likeliest ids of each asked token with their log-probs, and what `logprobs` returns."""
         return self._submit(prepare_top(self._name, k, samples)).result()
 
+    @takes(TeacherArgs)
     def given(self, ids: GivenIds, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of `ids`, as `TeacherClient.given` takes them, and what `logprobs` returns."""
         return self._submit(prepare_given(self._name, ids, samples)).result()
 
+    @takes(TeacherArgs)
     def hidden(self, *, dtype: Literal["bfloat16"] | None = None, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns what the head turns into the logits of each asked token."""
         return self._submit(prepare_hidden(self._name, dtype, samples)).result()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from guerdon.wire.score_tensors import DEFAULT_PRIORITY_LEVEL
 from guerdon.wire.tensors import DTYPES, InferReply, InferRequest, Tensor
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 Texts = Sequence[str]
 """One text for each sample."""
@@ -145,6 +148,30 @@ def prepare_score(model: str, request: ScoreRequest) -> Call[Scores]:
         estimate_cost(request),
         request.timeout_s,
     )
+
+
+def takes(arguments: type) -> Callable[[F], F]:
+    """Decorates a call that takes the keys of a typed dict as keywords: they stand in its signature.
+
+    Others raise TypeError with the call's public name; the functions behind it would name themselves.
+    """
+    names = [*arguments.__annotations__]
+
+    def decorate(call: F) -> F:
+        shown = [p for p in inspect.signature(call).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        known = {p.name for p in shown} | {*names}
+
+        @functools.wraps(call)
+        def checked(*given: Any, **named: Any) -> Any:
+            if unknown := next((name for name in named if name not in known), None):
+                raise TypeError(f"{call.__qualname__}() got an unexpected keyword argument {unknown!r}")
+            return call(*given, **named)
+
+        shown += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
+        checked.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        return cast("F", checked)
+
+    return decorate
 
 
 def make_request(

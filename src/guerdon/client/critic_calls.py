@@ -118,8 +118,6 @@ def make_infer_request(
     tokens: TokenRows | None, parents: Integers | None = None, **samples: Unpack[InferArgs]
 ) -> tuple[ScoreRequest, np.ndarray | None]:
     """Returns the request for the samples' values, and each row's parent, int64; raises InvalidRequest."""
-    if unknown := set(samples) - InferArgs.__annotations__.keys():
-        raise TypeError(f"a critic's infer takes no {' and no '.join(sorted(unknown))}")
     request = calls.make_request(tokens=tokens, **samples)
     return request, None if parents is None else parent_row(parents, len(request))
 

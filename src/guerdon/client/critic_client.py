@@ -10,12 +10,11 @@ from concurrent.futures import Future
 from typing import Any, TypeVar, Unpack
 
 from guerdon.client.addresses import Credentials, addresses
-from guerdon.client.calls import Call, Integers, TokenRows
+from guerdon.client.calls import Call, Integers, TokenRows, takes
 from guerdon.client.critic_calls import (
     BatchArgs,
     CriticScores,
     InferArgs,
-    Rewards,
     Rows,
     TrainArgs,
     TreeArgs,
@@ -29,7 +28,7 @@ from guerdon.client.critic_calls import (
 from guerdon.client.faces import AsyncClient, BlockingClient, CallFuture
 from guerdon.client.ordering import AsyncTrainFuture, OrderedSession, TrainFuture
 from guerdon.client.retry import RetryPolicy, Steps
-from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Gae, Operation, TrainReport, TrainRequest
+from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Operation, TrainReport, TrainRequest
 from guerdon.errors import Cancelled
 
 T = TypeVar("T")
@@ -62,8 +61,6 @@ class CriticModels:
     def _infer_steps(
         self, session: OrderedSession, tokens: TokenRows | None, samples: InferArgs | TreeArgs, needs_rewards: bool
     ) -> Steps[CriticScores]:
-        if needs_rewards and "parents" in samples:
-            raise TypeError("rewards of trees cannot be asked: leave parents out")
         request, parents = make_infer_request(tokens, **samples)
         call = prepare_infer(self._main_model(), request, needs_rewards=needs_rewards, parents=parents)
         return session.caller.ask(call)
@@ -74,21 +71,7 @@ class CriticModels:
         state = None if train_id is None else self._control_call(ControlRequest(Operation.STATE))
         return session.reset_check.report(session.caller, call, state=state)
 
-    def _validate_steps(
-        self,
-        session: OrderedSession,
-        tokens: TokenRows,
-        returns: Rows | None,
-        prev_values: Rows | None,
-        mask: Rows | None,
-        rewards: Rewards | None = None,
-        gae: Gae | None = None,
-        lengths: Integers | None = None,
-        parents: Integers | None = None,
-    ) -> Steps[TrainReport]:
-        request = make_train_request(
-            tokens, returns, prev_values, mask, lengths=lengths, rewards=rewards, gae=gae, parents=parents
-        )
+    def _validate_steps(self, session: OrderedSession, request: TrainRequest) -> Steps[TrainReport]:
         call = prepare_train(self._model(Operation.VALIDATE), request)
         return session.reset_check.report(session.caller, call, trains=False)
 
@@ -129,24 +112,29 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         new_session = _session_factory(url, policy, max_in_flight, credentials)
         super().__init__(new_session, (url, name, policy, max_in_flight, credentials))
 
+    @takes(TreeArgs)
     def infer(self, tokens: TokenRows | None = None, **samples: Unpack[TreeArgs]) -> CriticScores:
         """Returns the samples' values, without rewards; blocks. Raises the class that the server raised."""
         return self._wait(self._infer(tokens, samples))
 
+    @takes(InferArgs)
     def infer_with_rewards(self, tokens: TokenRows | None = None, **samples: Unpack[InferArgs]) -> CriticScores:
         """Returns the samples' values and rewards; raises InvalidRequest if the server has no reward model."""
         return self._wait(self._infer(tokens, samples, needs_rewards=True))
 
+    @takes(TreeArgs)
     def submit(self, tokens: TokenRows | None = None, **samples: Unpack[TreeArgs]) -> Future[CriticScores]:
         """Returns a future of `infer`'s result, at once; thousands may be under way."""
         return self._infer(tokens, samples)
 
+    @takes(InferArgs)
     def submit_with_rewards(
         self, tokens: TokenRows | None = None, **samples: Unpack[InferArgs]
     ) -> Future[CriticScores]:
         """Returns a future of `infer_with_rewards`'s result, at once."""
         return self._infer(tokens, samples, needs_rewards=True)
 
+    @takes(TrainArgs)
     def train(
         self,
         tokens: TokenRows,
@@ -180,6 +168,7 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         steps = session.caller.ask(prepare_train_loss(self._model(Operation.TRAIN), request))
         return self._start(steps, future, alone=True)
 
+    @takes(BatchArgs)
     def validate(
         self,
         tokens: TokenRows,
@@ -189,8 +178,8 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         **options: Unpack[BatchArgs],
     ) -> TrainReport:
         """Returns the loss and its metrics on these rows, without training; blocks. Arguments are as for `train`."""
-        steps = self._validate_steps(self._here().session, tokens, returns, prev_values, mask, **options)
-        return self._wait(self._start(steps, CallFuture(self._here())))
+        request = make_train_request(tokens, returns, prev_values, mask, **options)
+        return self._wait(self._start(self._validate_steps(self._here().session, request), CallFuture(self._here())))
 
     def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
         """Saves a checkpoint with these metrics and returns it, or None if a user's own server saves elsewhere."""
@@ -270,18 +259,22 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         session = OrderedSession(addresses(url, credentials), policy, max_in_flight)
         super().__init__(session, (url, name, policy, max_in_flight, credentials))
 
+    @takes(TreeArgs)
     async def infer(self, tokens: TokenRows | None = None, **samples: Unpack[TreeArgs]) -> CriticScores:
         """Returns the samples' values. Cancelling the task cancels the request, at the server too."""
         return await self._infer(tokens, samples)
 
+    @takes(InferArgs)
     async def infer_with_rewards(self, tokens: TokenRows | None = None, **samples: Unpack[InferArgs]) -> CriticScores:
         """Returns the samples' values and rewards; raises InvalidRequest if the server has no reward model."""
         return await self._infer(tokens, samples, needs_rewards=True)
 
+    @takes(TreeArgs)
     def submit(self, tokens: TokenRows | None = None, **samples: Unpack[TreeArgs]) -> asyncio.Task[CriticScores]:
         """Returns a task of `infer`, started at once."""
         return self._infer(tokens, samples)
 
+    @takes(TrainArgs)
     def train(
         self,
         tokens: TokenRows,
@@ -298,6 +291,7 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         task.add_done_callback(functools.partial(self._end_training, future))
         return future
 
+    @takes(BatchArgs)
     async def validate(
         self,
         tokens: TokenRows,
@@ -307,7 +301,8 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         **options: Unpack[BatchArgs],
     ) -> TrainReport:
         """Returns the loss and its metrics on these rows, without training. Arguments are as for `train`."""
-        return await self._start(self._validate_steps(self._session, tokens, returns, prev_values, mask, **options))
+        request = make_train_request(tokens, returns, prev_values, mask, **options)
+        return await self._start(self._validate_steps(self._session, request))
 
     async def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
         """Saves a checkpoint with these metrics and returns it, or None if a user's own server saves elsewhere."""

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypedDict, Unpack
 
 from guerdon.client.addresses import Credentials, addresses
-from guerdon.client.calls import Conversations, Integers, Scores, Texts, TokenRows, make_request, prepare_score
+from guerdon.client.calls import Conversations, Integers, Scores, Texts, TokenRows, make_request, prepare_score, takes
 from guerdon.client.driver import Session
 from guerdon.client.faces import AsyncClient, BlockingClient
 from guerdon.client.retry import RetryPolicy
@@ -65,11 +65,13 @@ class RewardClient(BlockingClient[Session]):
         new_session = functools.partial(Session, addresses(url, credentials), policy, max_in_flight, _ASKS)
         super().__init__(new_session, (url, model, policy, max_in_flight, credentials))
 
+    @takes(ScoreArgs)
     def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
         """Returns the samples' scores; blocks. Raises the class that the server raised."""
         request = make_request(**samples)
         return self._call(self._caller.ask(prepare_score(self._model, request)), request.priority)
 
+    @takes(ScoreArgs)
     def submit(self, **samples: Unpack[ScoreArgs]) -> Future[Scores]:
         """Returns a future of `score`'s result, at once; thousands may be under way."""
         request = make_request(**samples)
@@ -96,10 +98,12 @@ class AsyncRewardClient(AsyncClient[Session]):
         session = Session(addresses(url, credentials), policy, max_in_flight, _ASKS)
         super().__init__(session, (url, model, policy, max_in_flight, credentials))
 
+    @takes(ScoreArgs)
     async def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
         """Returns what `RewardClient.score` returns. Cancelling the task cancels the request, at the server too."""
         return await self._score(make_request(**samples))
 
+    @takes(ScoreArgs)
     def submit(self, **samples: Unpack[ScoreArgs]) -> asyncio.Task[Scores]:
         """Returns a task of `score`, started at once."""
         return asyncio.create_task(self._score(make_request(**samples)))

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Literal, Unpack
 
 from guerdon.client.addresses import Credentials, addresses
-from guerdon.client.calls import Call
+from guerdon.client.calls import Call, takes
 from guerdon.client.driver import Session
 from guerdon.client.faces import AsyncClient, BlockingClient
 from guerdon.client.retry import RetryPolicy
@@ -49,19 +49,23 @@ class TeacherClient(BlockingClient[Session]):
         new_session = functools.partial(Session, addresses(url, credentials), policy, max_in_flight, _ASKS)
         super().__init__(new_session, (url, model, policy, max_in_flight, credentials))
 
+    @takes(TeacherArgs)
     def logprobs(self, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of the samples' own tokens; blocks. Raises the class that the server raised."""
         return self._ask(prepare_logprobs(self._model, samples), samples)
 
+    @takes(TeacherArgs)
     def submit(self, **samples: Unpack[TeacherArgs]) -> Future[TeacherAnswers]:
         """Returns a future of `logprobs`'s result, at once; thousands may be under way."""
         call = prepare_logprobs(self._model, samples)
         return self._submit(self._caller.ask(call), samples.get("priority", 0))
 
+    @takes(TeacherArgs)
     def top(self, k: int, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the `k` likeliest ids of each asked token with their log-probs, and what `logprobs` returns."""
         return self._ask(prepare_top(self._model, k, samples), samples)
 
+    @takes(TeacherArgs)
     def given(self, ids: GivenIds, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of `ids`, and what `logprobs` returns.
 
@@ -70,6 +74,7 @@ class TeacherClient(BlockingClient[Session]):
         """
         return self._ask(prepare_given(self._model, ids, samples), samples)
 
+    @takes(TeacherArgs)
     def hidden(self, *, dtype: Literal["bfloat16"] | None = None, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns what the head turns into the logits of each asked token.
 
@@ -108,18 +113,22 @@ class AsyncTeacherClient(AsyncClient[Session]):
         session = Session(addresses(url, credentials), policy, max_in_flight, _ASKS)
         super().__init__(session, (url, model, policy, max_in_flight, credentials))
 
+    @takes(TeacherArgs)
     async def logprobs(self, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of the samples' own tokens."""
         return await self._ask(prepare_logprobs(self._model, samples), samples)
 
+    @takes(TeacherArgs)
     async def top(self, k: int, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the `k` likeliest ids of each asked token with their log-probs, and what `logprobs` returns."""
         return await self._ask(prepare_top(self._model, k, samples), samples)
 
+    @takes(TeacherArgs)
     async def given(self, ids: GivenIds, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of `ids`, as `TeacherClient.given` takes them, and what `logprobs` returns."""
         return await self._ask(prepare_given(self._model, ids, samples), samples)
 
+    @takes(TeacherArgs)
     async def hidden(
         self, *, dtype: Literal["bfloat16"] | None = None, **samples: Unpack[TeacherArgs]
     ) -> TeacherAnswers:
