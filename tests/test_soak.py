@@ -1,4 +1,4 @@
-"""The soak of benchmarks/soak.py: five minutes of it, and that its ledger sees what is lost, doubled or made up."""
+"""The soaks of benchmarks: minutes of them, and that the ledger sees what is lost, doubled or made up."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from processes import environment
@@ -144,3 +145,22 @@ def test_a_soak_of_five_minutes(tmp_path: Path) -> None:
     assert results["passed"], (results["wrong"], run.stdout[-3000:], run.stderr[-3000:])
     assert run.returncode == 0 and (out / "soak.png").stat().st_size > 10_000
     assert results["ledger"]["answered"] > 1000 and results["ledger"]["faults"]["swaps"] > 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_answers_of_a_server_have_the_same_bits_in_random_company(tmp_path: Path) -> None:
+    command = [sys.executable, BENCHMARKS / "soak_bits.py", "--rewards", 300, "--logprobs", 2000, "--out", tmp_path]
+    run = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment(), check=False)
+    assert run.returncode == 0 and "| 0 of " in run.stdout, (run.stdout, run.stderr[-3000:])
+
+
+def test_a_number_with_another_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from soak_bits import Found, table
+
+    found, numbers = Found(), np.array([0.1, 2.0, 0.0], np.float32)
+    found.compare("/reward", numbers.tolist(), numbers)
+    assert found.different.total() == 0
+    found.compare("/reward", [np.nextafter(numbers[0], np.float32(1)), 2.0, -0.0], numbers)
+    assert "| /reward | 2 of 6 |" in table({"a server": found})

@@ -152,11 +152,12 @@ class Rubric:
             shares = np.exp(wide - wide.max(-1, keepdims=True))
             shares /= shares.sum(-1, keepdims=True)
             values = np.asarray(self.values)
-            return Reading(shares @ values, values[shares.argmax(-1)] + 0 * shares.sum(-1), other)
+            # Not by products of matrices, whose sums depend on the number of rows.
+            return Reading((shares * values).sum(-1), values[shares.argmax(-1)] + 0 * shares.sum(-1), other)
 
     def rewards(self, values: np.ndarray) -> np.ndarray:
         """Returns the weighted sums of the criteria's values `[N,K]`."""
-        return values @ np.array([criterion.weight for criterion in self.criteria])
+        return (values * [criterion.weight for criterion in self.criteria]).sum(-1)
 
     def find_faults(
         self, reading: Reading, answers: list[np.ndarray | GuerdonError], max_other_mass: float, explain: Explain

@@ -30,6 +30,10 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "softplus": F.softplus,
+    "mish": F.mish,
+    "elu": F.elu,
+    "selu": F.selu,
     "sigmoid": lambda x: x.sigmoid() + torch.sigmoid(x),
 }
 

@@ -12,10 +12,11 @@ import torch
 
 import zoo
 from guerdon.assembly import build_scorer
-from guerdon.core import Score, Sequence
+from guerdon.core import Sequence
 from guerdon.engine.native.library import find
 from guerdon.settings.config import ModelConfig, TeacherConfig
 from guerdon.teacher_core import LogprobQuery
+from same_bits import assert_same_bits
 
 pytestmark = pytest.mark.skipif(find()[0] is None, reason=f"no kernels: {find()[1]}")
 DTYPES = ["float32", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("bfloat16", "float16"))]
@@ -31,49 +32,15 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def bits(results: list[Any]) -> list[bytes]:
-    made = []
-    for result in results:
-        assert isinstance(result, Score)
-        parts = [np.float64(result.reward), result.values, result.steps]
-        if result.logprobs is not None:
-            said = result.logprobs
-            parts += [said.logprobs, said.entropy, said.top_logprobs, said.top_ids]
-        made.append(b"".join(np.ascontiguousarray(x).tobytes() for x in parts if x is not None))
-    return made
-
-
-def assert_same_bits(make: Any, sequences: list[Sequence]) -> None:
-    """Compares one batch with each sequence alone, small batches, a shuffled part, and other numbers of threads."""
-    random = np.random.default_rng(0)
-    torch.set_num_threads(1)
-    large, small = make(4096), make(64)
-    want = bits(large.score(sequences))
-    different: dict[str, int] = {}
-
-    def compare(what: str, got: list[bytes], which: list[int]) -> None:
-        different[what] = sum(x != want[i] for x, i in zip(got, which, strict=True))
-
-    everything = list(range(len(sequences)))
-    compare("small batches", bits(small.score(sequences)), everything)
-    some = random.permutation(len(sequences))[: len(sequences) // 2].tolist()
-    compare("a shuffled part", bits(large.score([sequences[i] for i in some])), some)
-    compare("alone", [bits(large.score([sequence]))[0] for sequence in sequences], everything)
-    for number in (2, 3):
-        torch.set_num_threads(number)
-        compare(f"{number} threads", bits(large.score(sequences)), everything)
-    assert not any(different.values()), f"of {len(sequences)} differ: {different}"
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PACKED)
 def test_rewards(name: str, dtype: str, tmp_path: Path) -> None:
     folder = str(zoo.checkpoint(name, tmp_path))
 
     def make(budget: int) -> Any:
-        return build_scorer(ModelConfig(model=folder, dtype=dtype, max_batch_tokens=budget))
+        return build_scorer(ModelConfig(model=folder, dtype=dtype, max_batch_tokens=budget)).score
 
-    scorer = make(4096)
+    scorer = build_scorer(ModelConfig(model=folder, dtype=dtype))
     assert scorer.info.path.startswith("packed"), scorer.info.why
     assert scorer.same_bits and "same bits in any batch" in scorer.info.proofs, scorer.info.proofs
     assert_same_bits(make, [Sequence(row) for row in [*zoo.rows(1), np.array([7])]])
@@ -101,7 +68,7 @@ def test_rewards_of_models_of_odd_widths(name: str, dtype: str, tmp_path: Path) 
     folder = str(zoo.checkpoint(name, tmp_path, **LARGE[name]))
 
     def make(budget: int) -> Any:
-        return build_scorer(ModelConfig(model=folder, dtype=dtype, max_batch_tokens=budget))
+        return build_scorer(ModelConfig(model=folder, dtype=dtype, max_batch_tokens=budget)).score
 
     assert_same_bits(make, [Sequence(row) for row in zoo.rows(2, groups=((40, 6), (200, 5), (101, 1)))])
 
@@ -112,7 +79,7 @@ def test_log_probs_of_a_teacher(name: str, dtype: str, tmp_path: Path) -> None:
     folder = str(zoo.language_model(name, tmp_path))
 
     def make(budget: int) -> Any:
-        return build_scorer(TeacherConfig(model=folder, dtype=dtype, max_batch_tokens=budget))
+        return build_scorer(TeacherConfig(model=folder, dtype=dtype, max_batch_tokens=budget)).score
 
     query = LogprobQuery(start=1, with_entropy=True, top_k=3)
     assert_same_bits(make, [Sequence(row, query=query) for row in zoo.rows(3, least=2)])
@@ -123,7 +90,7 @@ def test_values_of_every_token(kind: str, tmp_path: Path) -> None:
     folder = str(zoo.checkpoint("llama", tmp_path, kind))
 
     def make(budget: int) -> Any:
-        return build_scorer(ModelConfig(model=folder, max_batch_tokens=budget))
+        return build_scorer(ModelConfig(model=folder, max_batch_tokens=budget)).score
 
     assert_same_bits(make, [Sequence(row) for row in zoo.rows(4)])
 

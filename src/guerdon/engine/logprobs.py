@@ -156,7 +156,7 @@ class _TokenLogprobs(torch.autograd.Function):
             normalisers[rows] = part.amax(-1) - table.amax(-1)
             logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
             if entropies is not None:
-                entropies[rows] = -(table.exp().mul_(table.clamp_(min=IMPOSSIBLE))).sum(-1)
+                entropies[rows] = entropies_of(table)
         ctx.save_for_backward(logits, targets, normalisers, entropies)
         ctx.temperature = temperature
         return logprobs, entropies
@@ -178,6 +178,13 @@ class _TokenLogprobs(torch.autograd.Function):
                 part.mul_(table.clamp_(min=IMPOSSIBLE).add_(entropies[rows, None]).mul_(-by_entropy).sub_(slopes[rows]))
             gradient[rows] = part.scatter_add_(1, targets[rows, None], slopes[rows])
         return gradient, None, None, None
+
+
+def entropies_of(table: Tensor) -> Tensor:
+    """Returns the entropies `[N]` of log-probs `[N,V]`, with the same bits among any rows and with any threads."""
+    terms = table.exp().mul_(table.clamp(min=IMPOSSIBLE))
+    # PyTorch splits the sum of a single long row among threads, but gives each of several rows to one thread.
+    return -(terms.expand(2, -1) if len(terms) == 1 else terms).sum(-1)[: len(table)]
 
 
 def scale(logits: Tensor, temperature: float) -> Tensor:

@@ -111,12 +111,27 @@ def _sigmoid(x: Tensor, **named: Any) -> Tensor | None:
     return passes.computed(lambda x: passes.activated(x, passes.SIGMOID), torch.sigmoid, x)
 
 
+def _by_scalar_code(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+    """Returns the elementwise function of numbers that do not stand side by side, which PyTorch computes one by one.
+
+    Of those that do, it computes the last ones of each thread's share by this code, and all others by vectors.
+    """
+
+    def computed(x: Tensor, *args: Any, inplace: bool = False, **named: Any) -> Tensor | None:
+        if inplace or any(arg is True for arg in args) or not x.is_cpu:  # modules pass `inplace` by position
+            return None
+        return function(torch.stack([x, x], -1)[..., 0], *args, **named)
+
+    return computed
+
+
 _GROUPED = [getattr(place, name, None) for place, name in ((F, "grouped_mm"), (torch, "_grouped_mm"))]
 _MATMULS = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__)
 _REPLACEMENTS: dict[Any, Callable[..., Tensor | None]] = {
     F.linear: _linear,
     F.silu: _silu,
     F.gelu: _gelu,
+    **{function: _by_scalar_code(function) for function in (F.softplus, F.mish, F.elu, F.selu)},
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, F.sigmoid), _sigmoid),
     torch.addmm: _addmm,
     **dict.fromkeys(_MATMULS, _matmul),

@@ -25,7 +25,7 @@ from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.engine.forward import HiddenStates
 from guerdon.engine.head_export import export_head
 from guerdon.engine.layers import free_weights
-from guerdon.engine.logprobs import IMPOSSIBLE, LanguageEngine, row_slices, scale
+from guerdon.engine.logprobs import LanguageEngine, entropies_of, row_slices, scale
 from guerdon.engine.microbatches import deduplicate
 from guerdon.engine.self_check import check_finite
 from guerdon.errors import SampleFailed, Unsupported
@@ -343,7 +343,7 @@ def _read_states(table: Tensor, form: _Form, into: dict[str, Tensor]) -> None:
         into["top_logprobs"].copy_(top)
         into["top_ids"].copy_(ids)
     if form.with_entropy:
-        into["entropy"].copy_(-(table.exp().mul_(table.clamp(min=IMPOSSIBLE))).sum(-1))
+        into["entropy"].copy_(entropies_of(table))
 
 
 def _read_tokens(
