@@ -77,7 +77,7 @@ manifests: $(VENV)/.dev  ## install schemas and linters too (45 MB, once), and c
 	$(PIP) install -c constraints.txt -e '.[dev,manifests]'
 	$(BIN)/python -m pytest -q tests/deploy/test_manifests.py tests/deploy/test_schemas.py tests/deploy/test_forge.py $(ARGS)
 
-check: $(VENV)/.dev  ## format, lint, types, unsafe calls, and who may import whom
+check: $(VENV)/.dev  ## format, lint, types, unsafe calls, who may import whom, and how much there is
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -85,6 +85,7 @@ check: $(VENV)/.dev  ## format, lint, types, unsafe calls, and who may import wh
 	$(BIN)/python scripts/metrics_page.py --check
 	$(BIN)/python scripts/config_page.py --check
 	$(BIN)/python scripts/grafana_dashboard.py --check
+	$(BIN)/python scripts/house.py --check
 	$(BIN)/python -m pytest -q tests/test_layout.py
 
 audit: $(VENV)/.dev  ## unsafe calls, and known holes in what is installed (asks PyPI)
