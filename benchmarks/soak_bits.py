@@ -1,6 +1,6 @@
 """Asks a server for the same sequences alone and in random company, and counts answers that have other bits.
 
-  python benchmarks/soak_bits.py [--rewards 10000] [--logprobs 100000]      exit status 1 if one differs
+  python benchmarks/soak_bits.py [--rewards 30000] [--logprobs 200000]      exit status 1 if one differs
 
 A reward model and a teacher, small and random, are served by processes with one and with two threads, and with the
 processor's own instructions and with AVX2's. Of each instruction set the first server answers for every sequence alone;
@@ -43,7 +43,8 @@ THREADS = {1: 8192, 2: 512}
 """Each server's number of threads, and its tokens a batch."""
 IN_FLIGHT = (1, 4, 16, 64)
 MOST_MEMBERS = 12
-PATIENT = RetryPolicy(timeout_s=120)
+TRIES = 5
+PATIENT = RetryPolicy(timeout_s=600)
 _TEXT = "the reward of a good answer is what is left when one takes away all that nobody had asked for"
 
 
@@ -141,7 +142,7 @@ class Asker:
         enter = stack.enter_async_context
         binary = await enter(AsyncRewardClient(url, model="rewards", policy=PATIENT))
         grpc = await enter(AsyncRewardClient(grpc_url, model="rewards", policy=PATIENT))
-        self._http = await enter(httpx.AsyncClient(base_url=url, timeout=120))
+        self._http = await enter(httpx.AsyncClient(base_url=url, timeout=600))
         self._teachers = {
             form: await enter(AsyncTeacherClient(address, model="teacher", policy=PATIENT))
             for form, address in (("KServe v2, binary", url), ("gRPC", grpc_url))
@@ -171,7 +172,8 @@ class Asker:
         async def worker() -> None:
             while any(number > 0 for number in left.values()):
                 what = self._random.choice([name for name, number in left.items() if number > 0])
-                left[what] -= await (self._ask_rewards() if what == "rewards" else self._ask_logprobs())
+                compared = await (self._ask_rewards() if what == "rewards" else self._ask_logprobs())
+                left[what] -= compared  # read after the wait: others count meanwhile
                 if self._random.random() < 0.1:
                     return  # the next round has another number in flight
 
@@ -209,14 +211,18 @@ class Asker:
     async def _reward(self, some: list[Sample]) -> list[float]:
         """Asks for one sample a request, all at once."""
         bodies = [{"prompt": sample.prompt, "response": sample.response} for sample in some]
-        answers = await asyncio.gather(*(self._http.post("/reward", json=body) for body in bodies))
-        return [answer.raise_for_status().json() for answer in answers]
+        return await asyncio.gather(*(self._post("/reward", body) for body in bodies))
 
     async def _listed(self, path: str, key: str, some: list[Sample]) -> list[float]:
         texts = [sample.prompt + sample.response for sample in some]
         body = {"model": "rewards", "input": texts, "use_activation": False}
-        answer = await self._http.post(path, json=body)
-        return [row[key][0] for row in answer.raise_for_status().json()["data"]]
+        return [row[key][0] for row in (await self._post(path, body))["data"]]
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        for number in range(TRIES):
+            with contextlib.suppress(*([httpx.TransportError] if number < TRIES - 1 else [])):  # an idle one was closed
+                return (await self._http.post(path, json=body)).raise_for_status().json()
+        raise AssertionError
 
 
 async def _by_tokens(client: AsyncRewardClient, some: list[Sample]) -> Any:
@@ -246,6 +252,8 @@ async def run(args: argparse.Namespace) -> dict[str, Found]:
                     await asker.ask_alone()
                     assert len(set(alone["rewards"])) > len(samples) // 2
                 await asker.ask_in_company(args.rewards // len(THREADS), args.logprobs // len(THREADS))
+            compared, different = found.compared.total(), found.different.total()
+            print(f"{name}, threads: {threads}: {different:,} of {compared:,} differ", file=sys.stderr, flush=True)
     return everything
 
 
@@ -260,8 +268,8 @@ def table(everything: dict[str, Found]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rewards", type=int, default=10_000, help="for each instruction set (default: 10000)")
-    parser.add_argument("--logprobs", type=int, default=100_000, help="for each instruction set (default: 100000)")
+    parser.add_argument("--rewards", type=int, default=30_000, help="for each instruction set (default: 30000)")
+    parser.add_argument("--logprobs", type=int, default=200_000, help="for each instruction set (default: 200000)")
     parser.add_argument("--out", type=Path, default=Path("out/soak_bits"), help="folder of the models")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
