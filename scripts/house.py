@@ -21,7 +21,7 @@ SRC = ROOT / "src/guerdon"
 MOST = {
     "lines of src": 59_100,
     "files of src": 324,
-    "lines of tests": 78_800,
+    "lines of tests": 78_850,
     "modules with one importer": 90,
     "private functions that one place calls": 790,
     "imports, % of the lines": 7.3,

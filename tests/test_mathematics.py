@@ -52,6 +52,11 @@ TABLE: dict[str, tuple[list[Any], list[str], list[str]]] = {
         ["\\boxed{US\\$18}", "It is US\\$18.", "It is CA$18", "\\boxed{18 US dollars}", "$\\$18$"],
         ["\\boxed{8}", "\\boxed{US\\$81}", "S$19$"],
     ),
+    "numbers with a word": (
+        [18000000, "18 million", "18,000 thousand", "\\$18 million", "$18$ million", "18\\text{ million}"],
+        ["18 million", "It is 18 million people.", "\\boxed{18 \\text{ million dollars}}", "$\\$18$ million"],
+        ["18", "\\boxed{18}", "18 thousand", "1.8 million", "\\boxed{18 billion}"],
+    ),
     "a list of one": (
         [["18"], [18], ("18",), np.array(["18"]), np.array([18.0]), np.array(["18"], object), [[18]]],
         ["\\boxed{18}"],

@@ -29,6 +29,17 @@ _SYMBOLS = str.maketrans(
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
 
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+
+
+_SCALED = re.compile(
+    r"(?<![\w.,/^])(\d[\d,]*(?:\.\d+)?)(\$?(?:\s|\\[,;: ]|[~-])*(?:\\(?:text|mathrm)\{\s*)?)"
+    rf"({'|'.join(_SCALES)})s?\b",
+    re.IGNORECASE,
+)
+"""Matches a number, what stands between, and a word that multiplies it."""
+
+
 def _mixed(found: re.Match[str]) -> str:
     whole, numerator, denominator = found.groups()
     return f"({whole}+{numerator}/{denominator})" if int(numerator) < int(denominator) else found[0]
@@ -44,6 +55,7 @@ _REWRITTEN: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
     (re.compile(r"\b(?:(?:US|AU|CA|NZ|HK|SG)\s?(?=\\?\$\s?[\d.]|\\\$)|[ACRS](?=\\\$))"), ""),  # of a country
     (re.compile(r"(?<!\\)\\\$"), ""),  # the sign of dollars
     (re.compile(r"(?:USD|EUR|GBP|JPY|CNY|INR|Rs\.?)\s*(?=\d)"), ""),
+    (_SCALED, lambda found: f"{Decimal(found[1].replace(',', '')) * _SCALES[found[3].lower()]:f}{found[2]}"),
     (re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+"), lambda found: f"^({found[0].translate(_RAISED)})"),
     (re.compile(r"\u221a\s*(\d+|[A-Za-z])"), r"\\sqrt{\1}"),
     (re.compile(r"\^\s*-\s*(\d+|[A-Za-z])"), r"^(-\1)"),  # in LaTeX, 10^-5 is 10^{-}5
