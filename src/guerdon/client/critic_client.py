@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar, Unpack
 
 from guerdon.client.addresses import Credentials, addresses
-from guerdon.client.calls import Call, Integers, TokenRows, takes
+from guerdon.client.calls import Call, Integers, TokenRows, known, takes
 from guerdon.client.critic_calls import (
     BatchArgs,
     CriticScores,
@@ -115,24 +115,24 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
     @takes(TreeArgs)
     def infer(self, tokens: TokenRows | None = None, **samples: Unpack[TreeArgs]) -> CriticScores:
         """Returns the samples' values, without rewards; blocks. Raises the class that the server raised."""
-        return self._wait(self._infer(tokens, samples))
+        return self._wait(self._infer(tokens, known(self.infer, samples)))
 
     @takes(InferArgs)
     def infer_with_rewards(self, tokens: TokenRows | None = None, **samples: Unpack[InferArgs]) -> CriticScores:
         """Returns the samples' values and rewards; raises InvalidRequest if the server has no reward model."""
-        return self._wait(self._infer(tokens, samples, needs_rewards=True))
+        return self._wait(self._infer(tokens, known(self.infer_with_rewards, samples), needs_rewards=True))
 
     @takes(TreeArgs)
     def submit(self, tokens: TokenRows | None = None, **samples: Unpack[TreeArgs]) -> Future[CriticScores]:
         """Returns a future of `infer`'s result, at once; thousands may be under way."""
-        return self._infer(tokens, samples)
+        return self._infer(tokens, known(self.submit, samples))
 
     @takes(InferArgs)
     def submit_with_rewards(
         self, tokens: TokenRows | None = None, **samples: Unpack[InferArgs]
     ) -> Future[CriticScores]:
         """Returns a future of `infer_with_rewards`'s result, at once."""
-        return self._infer(tokens, samples, needs_rewards=True)
+        return self._infer(tokens, known(self.submit_with_rewards, samples), needs_rewards=True)
 
     @takes(TrainArgs)
     def train(
@@ -150,7 +150,7 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         has `advantages` and `returns`. A failure is logged; if nobody has looked at the future by the next call, that
         call raises it.
         """
-        request = make_train_request(tokens, returns, prev_values, mask, **options)
+        request = make_train_request(tokens, returns, prev_values, mask, **known(self.train, options))
         session = self._here().session
         future: TrainFuture[TrainReport] = TrainFuture(self._here(), request.id)
         return self._start(self._train_steps(session, request, options.get("train_id")), future, alone=True)
@@ -178,7 +178,7 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         **options: Unpack[BatchArgs],
     ) -> TrainReport:
         """Returns the loss and its metrics on these rows, without training; blocks. Arguments are as for `train`."""
-        request = make_train_request(tokens, returns, prev_values, mask, **options)
+        request = make_train_request(tokens, returns, prev_values, mask, **known(self.validate, options))
         return self._wait(self._start(self._validate_steps(self._here().session, request), CallFuture(self._here())))
 
     def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
@@ -262,17 +262,17 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
     @takes(TreeArgs)
     async def infer(self, tokens: TokenRows | None = None, **samples: Unpack[TreeArgs]) -> CriticScores:
         """Returns the samples' values. Cancelling the task cancels the request, at the server too."""
-        return await self._infer(tokens, samples)
+        return await self._infer(tokens, known(self.infer, samples))
 
     @takes(InferArgs)
     async def infer_with_rewards(self, tokens: TokenRows | None = None, **samples: Unpack[InferArgs]) -> CriticScores:
         """Returns the samples' values and rewards; raises InvalidRequest if the server has no reward model."""
-        return await self._infer(tokens, samples, needs_rewards=True)
+        return await self._infer(tokens, known(self.infer_with_rewards, samples), needs_rewards=True)
 
     @takes(TreeArgs)
     def submit(self, tokens: TokenRows | None = None, **samples: Unpack[TreeArgs]) -> asyncio.Task[CriticScores]:
         """Returns a task of `infer`, started at once."""
-        return self._infer(tokens, samples)
+        return self._infer(tokens, known(self.submit, samples))
 
     @takes(TrainArgs)
     def train(
@@ -284,7 +284,7 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         **options: Unpack[TrainArgs],
     ) -> AsyncTrainFuture:
         """Returns a future of the report to await, as `CriticClient.train` does; the request starts at once."""
-        request = make_train_request(tokens, returns, prev_values, mask, **options)
+        request = make_train_request(tokens, returns, prev_values, mask, **known(self.train, options))
         future = AsyncTrainFuture(request.id)
         steps = self._train_steps(self._session, request, options.get("train_id"))
         task = self._start(steps, alone=True, is_wanted=lambda: not future.cancelled())
@@ -301,7 +301,7 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         **options: Unpack[BatchArgs],
     ) -> TrainReport:
         """Returns the loss and its metrics on these rows, without training. Arguments are as for `train`."""
-        request = make_train_request(tokens, returns, prev_values, mask, **options)
+        request = make_train_request(tokens, returns, prev_values, mask, **known(self.validate, options))
         return await self._start(self._validate_steps(self._session, request))
 
     async def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:

@@ -9,7 +9,17 @@ from concurrent.futures import Future
 from typing import Any, TypedDict, Unpack
 
 from guerdon.client.addresses import Credentials, addresses
-from guerdon.client.calls import Conversations, Integers, Scores, Texts, TokenRows, make_request, prepare_score, takes
+from guerdon.client.calls import (
+    Conversations,
+    Integers,
+    Scores,
+    Texts,
+    TokenRows,
+    known,
+    make_request,
+    prepare_score,
+    takes,
+)
 from guerdon.client.driver import Session
 from guerdon.client.faces import AsyncClient, BlockingClient
 from guerdon.client.retry import RetryPolicy
@@ -68,13 +78,13 @@ class RewardClient(BlockingClient[Session]):
     @takes(ScoreArgs)
     def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
         """Returns the samples' scores; blocks. Raises the class that the server raised."""
-        request = make_request(**samples)
+        request = make_request(**known(self.score, samples))
         return self._call(self._caller.ask(prepare_score(self._model, request)), request.priority)
 
     @takes(ScoreArgs)
     def submit(self, **samples: Unpack[ScoreArgs]) -> Future[Scores]:
         """Returns a future of `score`'s result, at once; thousands may be under way."""
-        request = make_request(**samples)
+        request = make_request(**known(self.submit, samples))
         return self._submit(self._caller.ask(prepare_score(self._model, request)), request.priority)
 
     def _main_model(self) -> str:
@@ -101,12 +111,12 @@ class AsyncRewardClient(AsyncClient[Session]):
     @takes(ScoreArgs)
     async def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
         """Returns what `RewardClient.score` returns. Cancelling the task cancels the request, at the server too."""
-        return await self._score(make_request(**samples))
+        return await self._score(make_request(**known(self.score, samples)))
 
     @takes(ScoreArgs)
     def submit(self, **samples: Unpack[ScoreArgs]) -> asyncio.Task[Scores]:
         """Returns a task of `score`, started at once."""
-        return asyncio.create_task(self._score(make_request(**samples)))
+        return asyncio.create_task(self._score(make_request(**known(self.submit, samples))))
 
     async def _score(self, request: ScoreRequest) -> Scores:
         return await self._session.run(self._session.caller.ask(prepare_score(self._model, request)), request.priority)

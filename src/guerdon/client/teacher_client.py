@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Literal, Unpack
 
 from guerdon.client.addresses import Credentials, addresses
-from guerdon.client.calls import Call, takes
+from guerdon.client.calls import Call, known, takes
 from guerdon.client.driver import Session
 from guerdon.client.faces import AsyncClient, BlockingClient
 from guerdon.client.retry import RetryPolicy
@@ -52,18 +52,18 @@ class TeacherClient(BlockingClient[Session]):
     @takes(TeacherArgs)
     def logprobs(self, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of the samples' own tokens; blocks. Raises the class that the server raised."""
-        return self._ask(prepare_logprobs(self._model, samples), samples)
+        return self._ask(prepare_logprobs(self._model, known(self.logprobs, samples)), samples)
 
     @takes(TeacherArgs)
     def submit(self, **samples: Unpack[TeacherArgs]) -> Future[TeacherAnswers]:
         """Returns a future of `logprobs`'s result, at once; thousands may be under way."""
-        call = prepare_logprobs(self._model, samples)
+        call = prepare_logprobs(self._model, known(self.submit, samples))
         return self._submit(self._caller.ask(call), samples.get("priority", 0))
 
     @takes(TeacherArgs)
     def top(self, k: int, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the `k` likeliest ids of each asked token with their log-probs, and what `logprobs` returns."""
-        return self._ask(prepare_top(self._model, k, samples), samples)
+        return self._ask(prepare_top(self._model, k, known(self.top, samples)), samples)
 
     @takes(TeacherArgs)
     def given(self, ids: GivenIds, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
@@ -72,7 +72,7 @@ class TeacherClient(BlockingClient[Session]):
         `ids` has one entry a sample: K ids for all of its tokens, or `[n, K]` for its n asked tokens in order, of which
         -1 are pads.
         """
-        return self._ask(prepare_given(self._model, ids, samples), samples)
+        return self._ask(prepare_given(self._model, ids, known(self.given, samples)), samples)
 
     @takes(TeacherArgs)
     def hidden(self, *, dtype: Literal["bfloat16"] | None = None, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
@@ -80,7 +80,7 @@ class TeacherClient(BlockingClient[Session]):
 
         A `dtype` of bfloat16 rounds the states of a float32 model, which halves what is sent.
         """
-        return self._ask(prepare_hidden(self._model, dtype, samples), samples)
+        return self._ask(prepare_hidden(self._model, dtype, known(self.hidden, samples)), samples)
 
     def head(self, known: Head | None = None) -> Head:
         """Fetches the head over HTTP; returns `known` if it is still the same. Raises Unsupported over gRPC."""
@@ -116,24 +116,24 @@ class AsyncTeacherClient(AsyncClient[Session]):
     @takes(TeacherArgs)
     async def logprobs(self, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of the samples' own tokens."""
-        return await self._ask(prepare_logprobs(self._model, samples), samples)
+        return await self._ask(prepare_logprobs(self._model, known(self.logprobs, samples)), samples)
 
     @takes(TeacherArgs)
     async def top(self, k: int, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the `k` likeliest ids of each asked token with their log-probs, and what `logprobs` returns."""
-        return await self._ask(prepare_top(self._model, k, samples), samples)
+        return await self._ask(prepare_top(self._model, k, known(self.top, samples)), samples)
 
     @takes(TeacherArgs)
     async def given(self, ids: GivenIds, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of `ids`, as `TeacherClient.given` takes them, and what `logprobs` returns."""
-        return await self._ask(prepare_given(self._model, ids, samples), samples)
+        return await self._ask(prepare_given(self._model, ids, known(self.given, samples)), samples)
 
     @takes(TeacherArgs)
     async def hidden(
         self, *, dtype: Literal["bfloat16"] | None = None, **samples: Unpack[TeacherArgs]
     ) -> TeacherAnswers:
         """Returns what the head turns into the logits of each asked token."""
-        return await self._ask(prepare_hidden(self._model, dtype, samples), samples)
+        return await self._ask(prepare_hidden(self._model, dtype, known(self.hidden, samples)), samples)
 
     async def head(self, known: Head | None = None) -> Head:
         """Fetches the head over HTTP; returns `known` if it is still the same. Raises Unsupported over gRPC."""
