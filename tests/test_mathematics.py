@@ -57,6 +57,11 @@ TABLE: dict[str, tuple[list[Any], list[str], list[str]]] = {
         ["18 million", "It is 18 million people.", "\\boxed{18 \\text{ million dollars}}", "$\\$18$ million"],
         ["18", "\\boxed{18}", "18 thousand", "1.8 million", "\\boxed{18 billion}"],
     ),
+    "numbers with a base": (
+        ["1011_2", "1011_{2}", "23_4", "B_{16}", "$1011_2$", "11"],
+        ["\\boxed{1011_2}", "\\boxed{1011_{2}}", "$23_4$", "It is 1011_2.", "\\boxed{11}"],
+        ["\\boxed{1011_3}", "\\boxed{1011}", "$1011_{10}$", "\\boxed{1011_4}"],
+    ),
     "a list of one": (
         [["18"], [18], ("18",), np.array(["18"]), np.array([18.0]), np.array(["18"], object), [[18]]],
         ["\\boxed{18}"],

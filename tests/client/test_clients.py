@@ -430,6 +430,17 @@ def test_the_arguments_are_in_the_signatures(cls: type, calls: list[str], argume
         assert {*inspect.signature(getattr(cls, call)).parameters} - {"self"} == arguments, call
 
 
+def test_the_signatures_have_the_defaults_and_coroutines_stay_coroutines() -> None:
+    def defaults(call: Any) -> dict[str, Any]:
+        return {
+            name: one.default for name, one in inspect.signature(call).parameters.items() if one.default is not None
+        }
+
+    assert defaults(RewardClient.score) == {"self": inspect.Parameter.empty, "priority": 0}
+    assert {"updates": 1}.items() <= defaults(CriticClient.train).items()
+    assert all(map(inspect.iscoroutinefunction, (AsyncRewardClient.score, AsyncCriticClient.infer)))
+
+
 def test_an_unknown_argument_is_reported_by_the_public_name(url: str) -> None:
     with RewardClient(url) as client, pytest.raises(TypeError, match=r"RewardClient\.score\(\) .* 'text'"):
         client.score(text=["hi"])  # type: ignore[call-arg]

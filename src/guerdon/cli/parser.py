@@ -91,7 +91,8 @@ class Parser(argparse.ArgumentParser):
         text = super().format_help()
         if self._first is None:
             return text
-        return f"{text}\n{self.prog} --help-all shows all {self._count_flags()} flags.\n"
+        num_flags = sum(bool(action.option_strings) for action in self._actions)
+        return f"{text}\n{self.prog} --help-all shows all {num_flags} flags.\n"
 
     def format_all_help(self) -> str:
         """Returns the help with all flags."""
@@ -100,9 +101,6 @@ class Parser(argparse.ArgumentParser):
             return super().format_help()
         finally:
             self._first = first
-
-    def _count_flags(self) -> int:
-        return sum(bool(action.option_strings) for action in self._actions)
 
     def _get_formatter(self) -> HelpFormatter:
         formatter = HelpFormatter(self.prog)

@@ -149,12 +149,17 @@ def prepare_score(model: str, request: ScoreRequest) -> Call[Scores]:
     )
 
 
+_DEFAULTS = {"priority": 0, "updates": 1, "temperature": 1.0, "entropy": False}
+"""Of those keywords whose default is not None."""
+
+
 def takes(arguments: type) -> Callable[[F], F]:
     """Decorates a call that takes the keys of a typed dict as keywords: they stand in its signature."""
 
     def decorate(call: F) -> F:
         shown = [p for p in inspect.signature(call).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        shown += [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in arguments.__annotations__]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        shown += [inspect.Parameter(name, kind, default=_DEFAULTS.get(name)) for name in arguments.__annotations__]
         call.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
         return call
 
