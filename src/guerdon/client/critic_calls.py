@@ -22,7 +22,7 @@ from guerdon.client.calls import (
     number_row,
     pad_rows,
     token_rows,
-)  # fmt: skip
+)
 from guerdon.core import ScoreRequest
 from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Gae, Operation, TrainReport, TrainRequest
 from guerdon.errors import InvalidRequest, ServerFault

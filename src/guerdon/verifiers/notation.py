@@ -27,11 +27,7 @@ _SYMBOLS = str.maketrans(
     | dict.fromkeys("€£¥₹₩")
 )
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-
-
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-
-
 _SCALED = re.compile(
     r"(?<![\w.,/^])(\d[\d,]*(?:\.\d+)?)(\$?(?:\s|\\[,;: ]|[~-])*(?:\\(?:text|mathrm)\{\s*)?)"
     rf"({'|'.join(_SCALES)})s?\b",
@@ -63,7 +59,7 @@ _REWRITTEN: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
     (re.compile(r"\b(?:(?:US|AU|CA|NZ|HK|SG)\s?(?=\\?\$\s?[\d.]|\\\$)|[ACRS](?=\\\$))"), ""),  # of a country
     (re.compile(r"(?<!\\)\\\$"), ""),  # the sign of dollars
     (re.compile(r"(?:USD|EUR|GBP|JPY|CNY|INR|Rs\.?)\s*(?=\d)"), ""),
-    (re.compile(r"(?<![\w.,])([0-9A-F]+)_(?:\{\s*(\d{1,2})\s*\}|(\d{1,2})(?!\d))"), _in_base),
+    (re.compile(r"(?<![\w.,])([0-9A-F]+)_(?:\{\s*([1-9]\d?)\s*\}|([1-9]\d?)(?!\d))"), _in_base),
     (_SCALED, lambda found: f"{Decimal(found[1].replace(',', '')) * _SCALES[found[3].lower()]:f}{found[2]}"),
     (re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+"), lambda found: f"^({found[0].translate(_RAISED)})"),
     (re.compile(r"\u221a\s*(\d+|[A-Za-z])"), r"\\sqrt{\1}"),
