@@ -15,7 +15,7 @@ from guerdon.cli.console import Style, coloured
 from guerdon.client.addresses import Address
 from guerdon.client.http_transport import fetch
 from guerdon.errors import GuerdonError
-from guerdon.plots import BAND, INK, MAIN, SECOND, STYLE, pyplot
+from guerdon.plots import BAND, INK, MAIN, SECOND, STYLE, name_lines, pyplot
 from load_generator import NOT_SENT, Answer
 
 if TYPE_CHECKING:
@@ -357,7 +357,7 @@ def _draw_latency(axes: Axes, answers: Sequence[Answer], latency: Percentiles | 
     for name, colour in (("p50", MAIN), ("p90", LATE), ("p99", FAILED)):
         ms = getattr(latency, name)
         axes.axvline(ms, color=colour, lw=1.6, label=f"{name}  {_readable(ms)}")
-    _name_lines(axes)
+    name_lines(axes)
 
 
 def _draw_throughput(axes: Axes, answers: Sequence[Answer], summary: Summary) -> None:
@@ -383,15 +383,7 @@ def _draw_throughput(axes: Axes, answers: Sequence[Answer], summary: Summary) ->
     axes.set_xlim(0, summary.seconds)
     axes.grid(axis="y")
     axes.set_axisbelow(True)
-    _name_lines(axes)
-
-
-def _name_lines(axes: Axes) -> None:
-    """Draws the legend in one line below the title."""
-    axes.legend(
-        frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(-0.015, 0.985), ncols=3, columnspacing=1.4,
-        handlelength=1.2,
-    )  # fmt: skip
+    name_lines(axes)
 
 
 def _tick_plainly(axes: Axes, low: float, high: float) -> None:

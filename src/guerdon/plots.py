@@ -31,3 +31,11 @@ def pyplot() -> Any:
     from matplotlib import pyplot as plt
 
     return plt
+
+
+def name_lines(axes: Any) -> None:
+    """Draws the legend in one line below the title."""
+    axes.legend(
+        frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(-0.015, 0.985), ncols=3, columnspacing=1.4,
+        handlelength=1.2,
+    )  # fmt: skip

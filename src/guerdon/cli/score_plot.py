@@ -10,7 +10,7 @@ import numpy as np
 
 from guerdon.client.pair_report import Pairs
 from guerdon.client.score_file import FileSummary
-from guerdon.plots import BAND, INK, MAIN, MUTED, SECOND, STYLE, pyplot
+from guerdon.plots import BAND, INK, MAIN, MUTED, SECOND, STYLE, name_lines, pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,7 +96,7 @@ def _draw_accuracy(axes: Axes, categories: dict[str, Pairs], total: Pairs, num_c
         axes.text(1.03, place, f"{pairs.accuracy:.1%}  of {len(pairs):,}", va="center", fontsize=8.5)
     axes.axvline(0.5, color=MUTED, lw=1, label="chance")
     axes.axvline(total.accuracy, color=INK, lw=1.2, ls=(0, (4, 3)), label=f"all pairs {total.accuracy:.1%}")
-    _name_lines(axes)
+    name_lines(axes)
 
 
 def _edges(values: np.ndarray, *, through_zero: bool = False) -> np.ndarray:
@@ -124,15 +124,7 @@ def _finish(axes: Axes) -> None:
     axes.set_axisbelow(True)
     axes.margins(x=0.02)
     axes.set_ylim(0, 1.06 * axes.dataLim.ymax)
-    _name_lines(axes)
-
-
-def _name_lines(axes: Axes) -> None:
-    """Draws the legend in one line below the title."""
-    axes.legend(
-        frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(-0.015, 0.985), ncols=3, columnspacing=1.4,
-        handlelength=1.2,
-    )  # fmt: skip
+    name_lines(axes)
 
 
 def _readable(value: float) -> str:
