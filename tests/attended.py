@@ -1,7 +1,5 @@
 """Attention written out in full, packed trees to try it on, and a kernel for parts that says what it was given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

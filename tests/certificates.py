@@ -1,7 +1,5 @@
 """Certificates of authorities that exist for a test only."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The templates are written anew in the families' shapes; the tokenizers treat blanks and special tokens as theirs do.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,11 +127,7 @@ FAMILIES = {
         "<|end|>\n",
     ),
     "words": Family(  # without special tokens
-        _turns(r"m.role | upper + ': ' + m.content + '\n'", r"'ASSISTANT:'", ""),
-        (),
-        "</s>",
-        "bytes",
-        "\n",
+        _turns(r"m.role | upper + ': ' + m.content + '\n'", r"'ASSISTANT:'", ""), (), "</s>", "bytes", "\n"
     ),
 }
 

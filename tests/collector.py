@@ -1,7 +1,5 @@
 """A collector of traces, which takes OTLP over HTTP as real ones do, and keeps what it was sent."""
 
-from __future__ import annotations
-
 import gzip
 import threading
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ What is loaded is frozen out of the garbage collection, as in a server: otherwis
 Clients of httpx share the certificate authorities, which each would otherwise load for itself, in 20 ms.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

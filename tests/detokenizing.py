@@ -1,7 +1,5 @@
 """The rule by which vLLM tells the text of a single token, with transformers' tokenizer: the reference of tests."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small disks that a test can fill and make read-only: real ones, for tests that run `by_itself`."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

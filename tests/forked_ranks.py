@@ -6,8 +6,6 @@ For modules that take seconds to import. The ranks find each other as under torc
 ends with 1 if one of them fails, and ends the others then.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import runpy

@@ -5,8 +5,6 @@ its arguments, environment, working directory and standard streams to a fork, fo
 status.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """A rubric and what transformers makes of it: one question at a time, in float32."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ python jumping_clock.py ask URL FIRST NUMBER FILE  trains NUMBER times from FIRS
                                                    FILE exists: the server's is FOLDER/go
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time

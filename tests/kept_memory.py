@@ -4,8 +4,6 @@ python kept_memory.py KIND=FOLDER ...   the folder's checkpoint is a reward_mode
 python kept_memory.py nothing           no model, no torch: only the page faults after `keep_freed`, in a few rounds
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

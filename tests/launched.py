@@ -1,7 +1,5 @@
 """Runs scripts as real ranks, by torchrun or forked; no process outlives its test."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

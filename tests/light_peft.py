@@ -1,7 +1,5 @@
 """Imports bitsandbytes, as peft does, without torch's compiler: it would take a second, and no test needs it."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 

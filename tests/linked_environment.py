@@ -4,8 +4,6 @@ Each is a virtual environment whose packages are links into this interpreter's o
 requires, directly or not. So a module that only `dev` brings is not there.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import subprocess

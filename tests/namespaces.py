@@ -1,7 +1,5 @@
 """Two network namespaces of this machine as two hosts: own addresses and names, and a cable that can be cut."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

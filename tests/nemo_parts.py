@@ -1,7 +1,5 @@
 """NeMo-Aligner's servers on data-parallel ranks, each of which computes its own rows, for `test_ranks_served`."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

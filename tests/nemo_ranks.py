@@ -1,7 +1,5 @@
 """NeMo-Aligner's servers in processes that a script of the user's has joined, for `test_ranks_served`."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -1,7 +1,5 @@
 """What tests that start other Python processes share."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Functions that are served by several ranks, and what one of them does otherwise."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

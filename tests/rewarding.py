@@ -1,7 +1,5 @@
 """Functions that score, served as module:function beside a checkpoint; marks in a text make one misbehave."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Iterator

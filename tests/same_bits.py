@@ -1,7 +1,5 @@
 """Compares the bits of a model's results alone, in any batch, in any order, and with one, two and three threads."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any

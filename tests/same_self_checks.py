@@ -1,7 +1,5 @@
 """Lets a process make the self-check of the same weights once, for tests that load one model many times."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A user's scorer, served as module:function, whose token ids make it misbehave."""
 
-from __future__ import annotations
-
 import math
 import threading
 

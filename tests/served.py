@@ -1,7 +1,5 @@
 """Servers that trainers' clients and adapters are tried against, and the texts that they have scored."""
 
-from __future__ import annotations
-
 import math
 import socket
 from collections.abc import Iterator

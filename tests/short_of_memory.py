@@ -3,8 +3,6 @@
 python short_of_memory.py FOLDER        the folder's checkpoint is a reward model without a tokenizer
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

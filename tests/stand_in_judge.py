@@ -8,8 +8,6 @@ thinking and text in a list, `<open>` thinking that is not closed, `<two>` two c
 With `upstream`, a real server's base URL, it only counts, and passes requests and answers on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

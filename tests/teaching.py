@@ -1,7 +1,5 @@
 """What transformers makes of the questions that a teacher is asked, one sequence at a time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What `make bench` counts, fits, holds against its promises, and shows."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

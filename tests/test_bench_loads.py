@@ -1,7 +1,5 @@
 """The loads and requests of `make bench`: real text in cells, written as each peer reads it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

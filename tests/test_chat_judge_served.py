@@ -1,7 +1,5 @@
 """Judges in words over the wire, asked of a strict stand-in for an OpenAI-compatible server in another process."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

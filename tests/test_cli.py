@@ -1,7 +1,5 @@
 """The command line: how flags and YAML become settings, what scoring a file writes, and what errors say."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

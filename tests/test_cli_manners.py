@@ -1,7 +1,5 @@
 """The command in a shell: its help, colours, suggestions, exit statuses and completion."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib
@@ -77,8 +75,7 @@ def shown_flags(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["serve", "serve-critic", "serve-teacher", "serve-judge", "score", "reinforce", "ppo", "distill"],
+    "command", ["serve", "serve-critic", "serve-teacher", "serve-judge", "score", "reinforce", "ppo", "distill"]
 )
 def test_help_shows_ten_flags_and_help_all_shows_all(command: str) -> None:
     parser = parsers()[command]

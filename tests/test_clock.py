@@ -1,7 +1,5 @@
 """Clocks that jump: nothing that lasts is measured by the time of day."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

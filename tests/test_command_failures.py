@@ -1,7 +1,5 @@
 """A command that fails ends with its error and what to do: nothing stands behind, and no traceback before it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -1,7 +1,5 @@
 """Pairs, verdicts and strengths of a group, without a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any

@@ -1,7 +1,5 @@
 """Settings from YAML and Python: which are accepted, and what errors say."""
 
-from __future__ import annotations
-
 import math
 import typing
 from pathlib import Path

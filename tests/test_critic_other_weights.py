@@ -1,7 +1,5 @@
 """A critic whose model's files were changed between two starts."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A critic served from a checkpoint: what its clients are answered is what plain transformers and torch compute."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket
@@ -303,8 +301,7 @@ def test_the_best_loss_is_kept_where_the_mode_is_not_said(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
-    [({"model": "reward"}, "another model"), ({"mean": 0.5}, "another standardisation, mean 0.0")],
+    ("other", "message"), [({"model": "reward"}, "another model"), ({"mean": 0.5}, "another standardisation, mean 0.0")]
 )
 def test_the_folder_of_another_critic_is_refused(other: Any, message: str, folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path / "critic") as server, CriticClient(server.http_url) as critic:

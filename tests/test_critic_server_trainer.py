@@ -1,7 +1,5 @@
 """CriticServerTrainer: a user's own critic and optimiser, driven by the clients that NeMo-Aligner uses."""
 
-from __future__ import annotations
-
 import copy
 import math
 import threading

@@ -3,8 +3,6 @@
 What a critic does on such disks stands in tests/server/test_disks.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

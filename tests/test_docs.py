@@ -1,7 +1,5 @@
 """What the documentation names exists: functions of the walk, files, links, commands, flags, settings, metrics."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

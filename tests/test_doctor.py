@@ -1,7 +1,5 @@
 """Tests `guerdon doctor` on this machine, on real servers, and on broken ones."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import importlib

@@ -1,7 +1,5 @@
 """`guerdon doctor MODEL` on small checkpoints: what it says of head, endings, tokens and memory, and of bad ones."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Locks and folders that critics and actors begin with, on whichever file system these are."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The toy of SAO's recipe: its rewards by hand, what a response trains, and a critic's server that is killed in it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Runs the examples: on made reviews in forks that need no imports, and, marked slow, on real ones as a user does."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """What each extra installs is what its code imports; the commands in messages work, and one function writes them."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib.metadata

@@ -4,8 +4,6 @@ The environments are made of links to what is installed here. With GUERDON_EXTRA
 each of them instead, one after the other, with the CPU build of torch where pip finds one first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A server as NeMo Gym's resources server: rollouts get the scores of their conversations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

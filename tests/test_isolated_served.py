@@ -1,7 +1,5 @@
 """Isolated functions behind a real server: bad samples beside a thousand good ones, and what is left at its end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -96,10 +94,7 @@ def test_nobody_waits_for_a_hang_and_stopping_ends_it(others: set[int]) -> None:
     config = with_plain(isolated(children=3, sample_deadline_s=3600.0))
     service = build_service(config)
     assert any("troubles:trouble in 3 child processes" in info.why for info in service.catalog.models())
-    with (
-        RunningServer(service, config, grace_s=0.1) as server,
-        RewardClient(server.http_url, "trouble") as client,
-    ):
+    with RunningServer(service, config, grace_s=0.1) as server, RewardClient(server.http_url, "trouble") as client:
         hangs: list[Future[Scores]] = [client.submit(texts=["PAUSE"]), client.submit(texts=["PAUSE"])]
         wait_until(lambda: 'guerdon_num_requests_running{model="trouble"} 2.0' in metrics_of(server))
         texts = [f"good {i}" for i in range(100)]

@@ -1,7 +1,5 @@
 """Judges that compare, over the wire: verdicts equal separate forwards of transformers, in both orders."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import combinations

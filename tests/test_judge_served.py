@@ -1,7 +1,5 @@
 """Judges over the wire: scores equal separate forwards of transformers, by every client of reward models."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

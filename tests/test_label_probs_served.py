@@ -1,7 +1,5 @@
 """Probabilities of labels in SGLang's and vLLM's forms, by teachers and judges, against transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

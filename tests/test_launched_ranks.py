@@ -1,7 +1,5 @@
 """`guerdon ... --data-parallel 2`: the ranks that a command starts itself, and how they end and come back."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re

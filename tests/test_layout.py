@@ -4,8 +4,6 @@ A room is a folder with modules of its own or a single module beside such folder
 `src/guerdon`. Imports inside functions count as well.
 """
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -61,10 +59,7 @@ ALONE = "training/algorithms/"
 TORCH = {"torch", "transformers"}
 BANNED = {  # path prefix: modules that it must not import
     **dict.fromkeys([*BASE, "client", "server"], TORCH),
-    **dict.fromkeys(
-        [f"cli/{name}" for name in ("__init__", "console", "helps", "parser", "subcommands")],
-        TORCH,
-    ),
+    **dict.fromkeys([f"cli/{name}" for name in ("__init__", "console", "helps", "parser", "subcommands")], TORCH),
     "wire": TORCH | {"asyncio", "grpc", "http", "httpx", "io", "os", "pathlib", "socket", "subprocess", "threading"},
     **dict.fromkeys(
         [

@@ -1,7 +1,5 @@
 """A reward model or a teacher in this process gives the answers, and the errors, of a served one."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

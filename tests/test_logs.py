@@ -1,7 +1,5 @@
 """The logs: one line per record, no secrets, text or JSON."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

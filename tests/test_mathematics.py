@@ -3,8 +3,6 @@
 The values are known by hand; nothing here asks math-verify what it thinks.
 """
 
-from __future__ import annotations
-
 import itertools
 from decimal import Decimal
 from typing import Any

@@ -1,7 +1,5 @@
 """One rule for conversations, and one score for the same words whichever way they come in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The metrics as Prometheus reads them, and that page, dashboard and alerts speak of those that there are."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """The distributions: the source's has what its tests read, the wheel has the kernels, and no link leads nowhere."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import shutil

@@ -1,7 +1,5 @@
 """Pairs of texts in every form that has them: the ids and token types are those of transformers' `tokenizer(a, b)`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path

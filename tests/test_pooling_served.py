@@ -1,7 +1,5 @@
 """Pooling and missing tokenizers as clients and users meet them: over HTTP and gRPC, in `/config`, at the start."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the start proves stands in the command's output, in the model's configuration, on the page and in `doctor`."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The public names, and which modules importing them loads."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Servers of several processes, as torchrun starts them: the same answers as of one, and how they end."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

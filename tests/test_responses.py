@@ -1,7 +1,5 @@
 """The program and the answer of a response, by hand-written tables: what a reader of the Markdown would run."""
 
-from __future__ import annotations
-
 import textwrap
 
 import pytest

@@ -1,7 +1,5 @@
 """RewardModelServer: a user's padded `infer_fn`, driven by the client that NeMo-Aligner uses."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import time

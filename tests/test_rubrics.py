@@ -1,7 +1,5 @@
 """A rubric's file is read as it is written, and each mistake in it is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

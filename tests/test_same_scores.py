@@ -1,7 +1,5 @@
 """The same 64 texts have the same scores by every protocol and adapter, in the digits that float32 has."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`guerdon score` with pairs: its table and its picture, through a real server and in this process."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """That docs/security.md promises only what a test shows, and that settings are data."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The faults that benchmarks/server_adds.py finds, and how it shows its measurements."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

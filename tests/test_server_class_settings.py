@@ -1,7 +1,5 @@
 """NeMo-Aligner's server classes: invalid batch settings, and read-only arrays."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator

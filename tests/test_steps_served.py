@@ -1,7 +1,5 @@
 """A sample without a step is the caller's mistake under every protocol, and its neighbours keep their rewards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A checkpoint's reward and functions of texts, prompts and labels as one reward, by every client."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """A model that is swapped on two ranks: both load it, both or neither have it, and its scores are one process's."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Teachers in the forms of other servers: against transformers, by real clients, and what is refused."""
 
-from __future__ import annotations
-
 import base64
 import io
 import re

@@ -1,7 +1,5 @@
 """Teachers asked about responses in conversations: by the chat template, and against transformers' own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

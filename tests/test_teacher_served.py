@@ -1,7 +1,5 @@
 """Teachers over the wire: by real clients, over HTTP and gRPC, beside reward models; and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A server's spans, as a real collector gets them from requests of real clients."""
 
-from __future__ import annotations
-
 import os
 import queue
 import subprocess
@@ -100,11 +98,7 @@ def over_stream(server: RunningServer) -> None:
         assert answered.get(timeout=30) is None
 
 
-OF_HTTP = {
-    "http.request.method": "POST",
-    "http.route": "/v2/models/{name}/infer",
-    "http.response.status_code": 200,
-}
+OF_HTTP = {"http.request.method": "POST", "http.route": "/v2/models/{name}/infer", "http.response.status_code": 200}
 OF_GRPC = {
     "rpc.system": "grpc",
     "rpc.service": "inference.GRPCInferenceService",
@@ -118,11 +112,7 @@ OF_GRPC = {
     [
         (over_http, "POST /v2/models/{name}/infer", OF_HTTP),
         (over_grpc, "inference.GRPCInferenceService/ModelInfer", OF_GRPC),
-        (
-            over_stream,
-            "inference.GRPCInferenceService/ModelStreamInfer",
-            OF_GRPC | {"rpc.method": "ModelStreamInfer"},
-        ),
+        (over_stream, "inference.GRPCInferenceService/ModelStreamInfer", OF_GRPC | {"rpc.method": "ModelStreamInfer"}),
     ],
     ids=["http", "grpc", "stream"],
 )
@@ -256,10 +246,7 @@ def test_a_form_of_a_trainer_has_its_route_and_its_tokenising(collector: Collect
 
 @pytest.mark.parametrize(
     ("rows", "status", "kind"),
-    [
-        ([[BUSY_TOKEN]], 503, "Overloaded"),
-        ([[CRASH_TOKEN]], 500, "ServerFault"),
-    ],
+    [([[BUSY_TOKEN]], 503, "Overloaded"), ([[CRASH_TOKEN]], 500, "ServerFault")],
     ids=["refused", "bug"],
 )
 def test_a_request_that_fails_says_so_by_its_class(

@@ -1,7 +1,5 @@
 """Segments with parents, and the paths that they make: literal trees."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

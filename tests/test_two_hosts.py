@@ -1,7 +1,5 @@
 """One critic over two hosts with addresses of their own: it trains, the cable is cut, and it comes back by itself."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

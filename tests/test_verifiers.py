@@ -1,7 +1,5 @@
 """The verifiers that guerdon brings, behind a real server: mathematics by math-verify, and programs with tests."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

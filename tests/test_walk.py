@@ -1,7 +1,5 @@
 """docs/walk.md against real requests: the functions that it lists are those on the stack, and not too many."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Functions that are served isolated; a word in a text says what trouble it makes, other texts give their length."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Traces one request through guerdon: which of its functions stand on the stack when the request changes hands."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

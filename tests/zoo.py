@@ -3,8 +3,6 @@
 The reference never touches guerdon: one sequence at a time, unpadded, float32, eager attention.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterable
@@ -66,10 +64,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {**_GROUPED, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
     "gpt2": ("gpt2", _GPT),
     "gpt-neox": ("gpt_neox", _COMMON),
-    "opt": (
-        "opt",
-        {**_IDS, **_HEADS, **_LENGTH, "hidden_size": HIDDEN, "ffn_dim": 64, "word_embed_proj_dim": HIDDEN},
-    ),
+    "opt": ("opt", {**_IDS, **_HEADS, **_LENGTH, "hidden_size": HIDDEN, "ffn_dim": 64, "word_embed_proj_dim": HIDDEN}),
     "bert": ("bert", _BERT),
     "roberta": ("roberta", {**_BERT, "pad_token_id": 1, "bos_token_id": 0, "max_position_embeddings": MAX_LENGTH + 2}),
     "electra": ("electra", {**_BERT, "embedding_size": HIDDEN}),

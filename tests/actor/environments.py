@@ -1,7 +1,5 @@
 """Environments of a user's own, as module:function, for the tests of the actors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 TOOL = " tea inn"

@@ -5,8 +5,6 @@
 JOBS is a pickled list of Job; rank r writes a pickled list of Done, one a job, to FOLDER/r.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """Reward functions of a user's own, served as module:function by the tests of the actors."""
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -1,7 +1,5 @@
 """Rollouts and servers that the tests of rewards, critic and experience share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """What runs of actors in tests share: a tiny policy, its prompts, and quick settings."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

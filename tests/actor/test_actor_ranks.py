@@ -1,7 +1,5 @@
 """Actors on several processes: what one process does, by parts."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Iterator

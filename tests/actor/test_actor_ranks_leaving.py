@@ -1,7 +1,5 @@
 """`torchrun ... -m guerdon reinforce`: ranks that are asked to stop, and ranks that die."""
 
-from __future__ import annotations
-
 import dataclasses
 import signal
 import time

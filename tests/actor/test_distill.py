@@ -1,7 +1,5 @@
 """On-policy distillation from end to end: a tiny policy, a real teacher's server, and everything between."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One conversation has one score: of the policy's tokens, as text, as messages, and by the adapters."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A function that answers in the middle of a response: what it writes is read, and learnt by nobody."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +21,7 @@ from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.actor.update import update
 from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.errors import CheckpointError, ConfigError, RunFailed
-from guerdon.settings.actors import (
-    PolicyConfig,
-    PPOConfig,
-    PPORunConfig,
-    RolloutConfig,
-    check_actor,
-)
+from guerdon.settings.actors import PolicyConfig, PPOConfig, PPORunConfig, RolloutConfig, check_actor
 from guerdon.training.policy_trainer import PolicyTrainer
 
 STOPS = list("aeinot")

@@ -1,7 +1,5 @@
 """What a step learns from, against numbers worked by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rollouts of transformers' models: greedy as `generate` has them, drawn by each one's own numbers."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An actor's start and end on many ranks, without the others."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """Runs that leave while a server is away or a disk is full: soon, and with all that can be saved."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -4,8 +4,6 @@ The formulas are written after those of its `ReinforceTrainer` and `PPOTrainer`,
 whose entry t is about token t + 1.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -21,11 +19,7 @@ from guerdon.settings.actors import PPOConfig, ReinforceConfig
 from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, ppo_loss, reinforce_loss
 
 BETA = 0.3
-ENDED = {
-    "all": [True] * 8,
-    "some": [True, True, False, True, False, False, True, False],
-    "none": [False] * 8,
-}
+ENDED = {"all": [True] * 8, "some": [True, True, False, True, False, False, True, False], "none": [False] * 8}
 
 
 @dataclasses.dataclass

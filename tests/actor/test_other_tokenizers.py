@@ -1,7 +1,5 @@
 """Token ids that mean other words to the reward model or the critic are refused before the first step."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """PPO from end to end: a tiny policy, and a real server with a critic and a reward model."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Signals and time limits: when a run is to leave, and with which status."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -29,8 +27,7 @@ time.sleep({longer})
 
 
 @pytest.mark.parametrize(
-    ("limit", "seconds"),
-    [("00:00:00:07", 7.0), ("01:02:03:04", 93_784.0), ("90", 5400.0), ("0.5", 30.0), (None, None)],
+    ("limit", "seconds"), [("00:00:00:07", 7.0), ("01:02:03:04", 93_784.0), ("90", 5400.0), ("0.5", 30.0), (None, None)]
 )
 def test_time_limits(limit: str | None, seconds: float | None) -> None:
     assert parse_time_limit(limit) == seconds

@@ -1,7 +1,5 @@
 """Prompts from every kind of file, tokenised as the policy needs them, and dealt out by step and seed alone."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

@@ -1,7 +1,5 @@
 """REINFORCE from end to end: a tiny policy, a real server, and everything between."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager

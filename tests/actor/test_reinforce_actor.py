@@ -1,7 +1,5 @@
 """`ReinforceActor`: every call against plain transformers, and a whole loop of NeMo-Aligner's form."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The critic's side of PPO against real servers: rewards and values of each rollout, and what the critic learns."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The reference's log-probs from a real server: a run with them is a run with its own, without a copy in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rewards from real servers: whose they are, what fails, and what becomes of a server that is away."""
 
-from __future__ import annotations
-
 import socket
 import time
 from pathlib import Path

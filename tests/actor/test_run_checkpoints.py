@@ -1,7 +1,5 @@
 """An actor's checkpoints on a real disk: whole or not at all, and what a run may be gone on with."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

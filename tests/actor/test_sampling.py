@@ -1,7 +1,5 @@
 """Tokens drawn by inverting the distribution, cut as transformers cuts it; texts that end a response."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

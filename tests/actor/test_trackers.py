@@ -1,7 +1,5 @@
 """What a run leaves to look at: metrics, TensorBoard, samples, curves; and that the page about them is whole."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

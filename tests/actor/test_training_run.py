@@ -1,7 +1,5 @@
 """A run and what it leaves: stops, resumes, validation, files; with a policy and prompts, and rewards made here."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """The policy's loss in micro-batches, and its updates by a real trainer."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rollouts by vLLM: the weights that it gets, and its samples, if vLLM and a GPU are there."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import types

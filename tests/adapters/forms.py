@@ -1,7 +1,5 @@
 """The adapters of reward functions, each called as its trainer calls it; imports nothing heavy."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable

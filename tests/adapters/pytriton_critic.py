@@ -5,8 +5,6 @@ the masked returns to the weight. Everything has one width, 8, as PyTriton's bat
 on the first token 7 takes a minute.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Any

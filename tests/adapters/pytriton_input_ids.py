@@ -3,8 +3,6 @@
 `python pytriton_input_ids.py HTTP_PORT GRPC_PORT`
 """
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

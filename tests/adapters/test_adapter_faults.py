@@ -1,7 +1,5 @@
 """The adapters of reward functions if servers are down, slow or wrong, called from threads and event loops."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import threading
@@ -150,9 +148,7 @@ def test_server_that_is_too_slow_raises_in_time(monkeypatch: pytest.MonkeyPatch)
             assert isinstance(error, DeadlineExceeded)
 
 
-def test_a_lost_server_is_given_up_after_the_time_out_and_found_again(
-    on_one_loop: Callable[[Any], Any],
-) -> None:
+def test_a_lost_server_is_given_up_after_the_time_out_and_found_again(on_one_loop: Callable[[Any], Any]) -> None:
     def ask_within(timeout_s: float) -> dict[str, Future[Any]]:
         return ask_all(server.http_url, on_one_loop, timeout_s=timeout_s)
 

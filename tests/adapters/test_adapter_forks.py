@@ -1,7 +1,5 @@
 """The adapters of reward functions in forked processes, and pickled."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """AReaL's reward functions, called as its workflows do: by a pool of processes, or awaited."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import multiprocessing

@@ -3,8 +3,6 @@
 The reference is plain transformers on the conversation's text, as the template writes it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A judge as the reward of trainers: the criteria arrive beside the reward, by the adapters of reward models."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

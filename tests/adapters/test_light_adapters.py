@@ -1,7 +1,5 @@
 """Adapters load nothing that trainers may not have, or have already in a version of their own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """NeMo-Aligner's clients under their names, against guerdon's servers and against a real PyTriton's."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

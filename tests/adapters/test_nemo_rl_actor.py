@@ -3,8 +3,6 @@
 Skipped without ray: `make ray` installs it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

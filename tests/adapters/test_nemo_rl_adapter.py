@@ -1,7 +1,5 @@
 """NeMo-RL's environment of a served reward model, called as its rollouts call it."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """NeMo-RL's value model on a served critic, called as its PPO calls it; tests/trainers has NeMo-RL's own loop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

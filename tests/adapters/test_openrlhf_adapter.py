@@ -1,7 +1,5 @@
 """OpenRLHF's reward function, loaded from a user's file and called as OpenRLHF does."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import logging

@@ -1,7 +1,5 @@
 """What stands for OpenRLHF's critic, with batches as its trainer sends them, padded on either side."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """RewardBench's pipeline through a server, called as its command calls it."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What the adapters of critics share: rows of responses, and checkpoints beside a trainer's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """TRL's reward functions against a real server, as TRL calls them."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """TRL's real GRPOTrainer with a served critic: its values, updates and advantages are plain torch's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

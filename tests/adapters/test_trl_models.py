@@ -1,7 +1,5 @@
 """Served teachers and references in TRL's real trainers: they compute what they compute with models that they load."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

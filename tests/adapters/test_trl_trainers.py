@@ -1,7 +1,5 @@
 """TRL's real trainers with a served reward: what they log and learn from is what the server gave."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

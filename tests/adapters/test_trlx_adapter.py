@@ -1,7 +1,5 @@
 """trlX's reward function against guerdon's gRPC server, a real PyTriton, and a model of its own process."""
 
-from __future__ import annotations
-
 import dataclasses
 import socket
 import time

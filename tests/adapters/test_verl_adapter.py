@@ -1,7 +1,5 @@
 """verl's reward functions, with the arguments that verl calls them with."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Iterator

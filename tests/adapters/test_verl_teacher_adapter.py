@@ -1,7 +1,5 @@
 """verl's client of a teacher, as verl calls it; `tests/trainers` has verl itself."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A Chromium that the page is looked at with: where it is, and how it is started."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

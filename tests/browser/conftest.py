@@ -3,8 +3,6 @@
 The tests of a module use one tab after another, because opening a tab costs a second of CPU time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

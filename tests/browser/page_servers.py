@@ -1,7 +1,5 @@
 """Servers whose page is looked at, the load that they are under, and functions whose rewards are told apart there."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading

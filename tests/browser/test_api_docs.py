@@ -1,7 +1,5 @@
 """Swagger UI at /docs in a Chromium: it asks no other host, fits a phone, and sends the key that its reader gives."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the page shows of a server under load, in a real browser."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

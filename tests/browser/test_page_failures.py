@@ -1,7 +1,5 @@
 """What the page shows of samples without a score, of each kind of model: red if all failed, and no praise beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

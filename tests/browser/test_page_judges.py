@@ -1,7 +1,5 @@
 """What the page calls drift, length and health, and how it writes numbers: its own functions, with literals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,11 +24,7 @@ def call(page: Any, module: str, function: str, *args: Any) -> Any:
 
 
 def drift(
-    ks: float,
-    shift: float,
-    now: tuple[int, float],
-    before: tuple[int, float] | None,
-    num_drawn: int | None = None,
+    ks: float, shift: float, now: tuple[int, float], before: tuple[int, float] | None, num_drawn: int | None = None
 ) -> dict[str, Any]:
     def side(part: tuple[int, float] | None) -> dict[str, Any] | None:
         if part is None:

@@ -1,7 +1,5 @@
 """What matters of a teacher, of a judge that compares, and of a judge in words: each kind's own figures."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

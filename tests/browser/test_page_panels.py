@@ -1,7 +1,5 @@
 """What the page offers beside its figures: lines to connect with, components, errors, another model, zoom and files."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

@@ -1,7 +1,5 @@
 """The page before there is anything to show, and when its server does not answer, or not to it."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator
@@ -99,9 +97,7 @@ def test_nothing_is_written_under_a_pill(size: tuple[int, int], visit: Visit) ->
 def test_it_says_that_it_asks_until_the_first_answer(idle: str, visit: Visit) -> None:
     held: list[Any] = []
     page = visit(
-        idle,
-        "loading",
-        prepare=lambda page: page.route("**/dashboard/snapshot*", lambda route: held.append(route)),
+        idle, "loading", prepare=lambda page: page.route("**/dashboard/snapshot*", lambda route: held.append(route))
     )
     shown = page.evaluate("getComputedStyle(document.querySelector('#verdict'), '::before').content")
     assert "Asking the server" in shown

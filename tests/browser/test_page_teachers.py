@@ -1,7 +1,5 @@
 """What the page shows of teachers: their traffic, and in Try it each token's log-prob and what was likelier."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A fixture for tests that collect garbage."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 

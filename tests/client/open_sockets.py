@@ -1,7 +1,5 @@
 """The connections of this process."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

@@ -3,8 +3,6 @@
 The reward of tokens is their sum modulo 1000, that of a text its length; a text "nan" gets NaN.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

@@ -1,7 +1,5 @@
 """Requests as tensors, replies as scores, statuses as errors."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import replace
 from decimal import Decimal
@@ -28,13 +26,7 @@ FULL = ModelSignature(
     "reward_model",
     ("1",),
     "guerdon",
-    {
-        **NEMO.inputs,
-        "messages": "BYTES",
-        "group_ids": "INT64",
-        "prompt_lengths": "INT32",
-        "step_positions": "INT64",
-    },
+    {**NEMO.inputs, "messages": "BYTES", "group_ids": "INT64", "prompt_lengths": "INT32", "step_positions": "INT64"},
     dict.fromkeys(("rewards", "attributes", "values", "step_rewards", "exceeded"), "FP32") | {"errors": "BYTES"},
 )
 

@@ -1,7 +1,5 @@
 """Both clients against a real server, over both transports."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import gc

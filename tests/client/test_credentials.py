@@ -1,7 +1,5 @@
 """Keys and certificates of the clients, over both transports, by threads and by asyncio; no text shows a key."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle
@@ -23,14 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 import certificates
 from certificates import Certificates
-from guerdon.client import (
-    AsyncCriticClient,
-    AsyncRewardClient,
-    Credentials,
-    CriticClient,
-    RetryPolicy,
-    RewardClient,
-)
+from guerdon.client import AsyncCriticClient, AsyncRewardClient, Credentials, CriticClient, RetryPolicy, RewardClient
 from guerdon.client.addresses import Address, addresses
 from guerdon.errors import ConfigError, Forbidden, InvalidRequest, Unauthenticated, Unreachable
 from guerdon.server.runtime import RunningServer

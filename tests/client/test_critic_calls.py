@@ -1,7 +1,5 @@
 """A critic's calls as tensors and back."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

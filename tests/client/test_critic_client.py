@@ -1,7 +1,5 @@
 """The critic's clients against a real server, over both transports; its critic computes by arithmetic."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import gc

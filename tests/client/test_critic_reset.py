@@ -1,7 +1,5 @@
 """A critic that was set back under its client, and what futures that are kept hold."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import weakref

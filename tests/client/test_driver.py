@@ -1,7 +1,5 @@
 """The client's event loop and slots: calls that are closed, cancelled or made at the wrong moment end all the same."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

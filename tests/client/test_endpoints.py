@@ -1,7 +1,5 @@
 """Balancing over several servers: literal times, no clock."""
 
-from __future__ import annotations
-
 import random
 
 from guerdon.client.endpoints import Endpoints

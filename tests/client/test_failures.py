@@ -1,7 +1,5 @@
 """Servers that die, lie or were never there; interpreters that end, fork, or lack a library."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

@@ -1,7 +1,5 @@
 """Files scored through a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Every client on every kind of model: it answers, or names the right client and the command that serves its kind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any

@@ -1,7 +1,5 @@
 """The report about pairs of a chosen and a rejected response: what it counts, and RewardBench's sections."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -69,10 +67,7 @@ def test_sections_of_some_subsets_have_no_mean() -> None:
     (made,) = found.sections()
     assert (made.subsets, made.is_whole) == (("math-prm", "hep-go"), False)
     assert made.accuracy == pytest.approx(984 / (984 + 164))
-    assert str(found).splitlines()[-2:] == [
-        "RewardBench  subsets  accuracy",
-        "Reasoning        2/7     85.7%",
-    ]
+    assert str(found).splitlines()[-2:] == ["RewardBench  subsets  accuracy", "Reasoning        2/7     85.7%"]
     assert not report(*rows, ({"subset": "mine"}, 1.0, 0.0)).sections()
 
 

@@ -1,7 +1,5 @@
 """HTTP calls through the proxies that the environment names."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

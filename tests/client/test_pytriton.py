@@ -1,7 +1,5 @@
 """Both clients against a real PyTriton server of NeMo-Aligner's tensors."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Iterator

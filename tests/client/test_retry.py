@@ -1,7 +1,5 @@
 """The walk of a call, step by step with a clock of its own: no server, no waiting."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable

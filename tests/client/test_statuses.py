@@ -1,7 +1,5 @@
 """Statuses as the errors that a server raised."""
 
-from __future__ import annotations
-
 import pytest
 
 from guerdon import errors

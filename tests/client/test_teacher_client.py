@@ -1,7 +1,5 @@
 """The clients of a teacher against real servers, over HTTP and gRPC; their answers are those of transformers."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import sys
@@ -187,10 +185,7 @@ def test_text_comes_whole_or_as_prompt_and_response(server: RunningServer, folde
     ],
 )
 def test_texts_and_responses_cannot_be_mixed_up(samples: Any, message: str, server: RunningServer) -> None:
-    with (
-        TeacherClient(server.http_url, "text") as client,
-        pytest.raises((InvalidRequest, SampleFailed), match=message),
-    ):
+    with TeacherClient(server.http_url, "text") as client, pytest.raises((InvalidRequest, SampleFailed), match=message):
         client.logprobs(**samples).raise_for_failed()
 
 

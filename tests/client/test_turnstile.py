@@ -1,7 +1,5 @@
 """The order of calls, by hand and by all that can happen."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

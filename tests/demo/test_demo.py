@@ -1,7 +1,5 @@
 """Tests the demo: its text, its loss, its models, and, marked slow, all of it as `make demo` runs it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """Reads what lies in deploy/."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A user's scorer that takes its time, served as deploy.patient:score."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

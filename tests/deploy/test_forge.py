@@ -3,8 +3,6 @@
 actionlint is tried if it is installed, and the linters of the extra `manifests`, which `make manifests` installs.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

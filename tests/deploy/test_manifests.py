@@ -1,7 +1,5 @@
 """The manifests in deploy/ fit the command, the server and each other; test_schemas.py has the published schemas."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

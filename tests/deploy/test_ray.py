@@ -3,8 +3,6 @@
 Skipped without ray: `make ray` installs it and runs this.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """Settings and keys of replicas; Ray itself is a stand-in here (test_ray.py has the real one)."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import importlib.util

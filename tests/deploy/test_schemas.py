@@ -3,8 +3,6 @@
 Skipped without kubernetes-validate, which `make manifests` installs.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

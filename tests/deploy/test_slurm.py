@@ -1,7 +1,5 @@
 """The Slurm script's flags exist, and it runs with stand-ins for Slurm's commands."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """What every rank of a group does in `test_group`; ends with 0 if all holds."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import time

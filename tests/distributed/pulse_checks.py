@@ -1,7 +1,5 @@
 """A group whose follower is stopped, hangs or fails, in `test_pulse`: run under torchrun with the word for how."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

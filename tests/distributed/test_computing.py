@@ -1,7 +1,5 @@
 """Who computes and who builds, and what is given back."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """The group of several real processes: what it executes, what it raises, and that nobody falls out of step."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What ranks tell each other is data: it comes back as it was, and nothing else is read."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import os

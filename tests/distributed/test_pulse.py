@@ -1,7 +1,5 @@
 """Ranks that stop, hang or die: the others see it in the set time, and all end."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time

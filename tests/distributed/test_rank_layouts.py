@@ -1,7 +1,5 @@
 """Which ranks a command starts on a machine, and what it says of a count that does not fit."""
 
-from __future__ import annotations
-
 import pytest
 
 from guerdon.distributed.layout import fit, wants_ranks

@@ -1,7 +1,5 @@
 """Which rank computes which rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

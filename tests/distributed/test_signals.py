@@ -1,7 +1,5 @@
 """Signals to a rank: heard whoever else listens for them, and harmless to one that ends."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

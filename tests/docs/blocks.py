@@ -23,10 +23,7 @@ from processes import environment
 from served import free_port
 
 ROOT = Path(__file__).parents[2]
-PORTS = {
-    **dict.fromkeys(("serve", "serve-teacher", "serve-judge"), ("5555", "5557")),
-    "serve-critic": ("5556", "5558"),
-}
+PORTS = {**dict.fromkeys(("serve", "serve-teacher", "serve-judge"), ("5555", "5557")), "serve-critic": ("5556", "5558")}
 """HTTP and gRPC ports by command, as on the pages."""
 SHORTER = {
     "guerdon reinforce": "--run.steps 2 --rollouts.max-new-tokens 16 --data.num-validation 4",

@@ -1,7 +1,5 @@
 """Runs the commands and the Python of the README and other pages unchanged, on tiny checkpoints."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

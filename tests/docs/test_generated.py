@@ -1,7 +1,5 @@
 """Checks that generated pages and pictures are up to date."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Runs the blocks of the guides and of the installation's page, or finds the reason why one is not run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

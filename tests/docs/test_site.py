@@ -1,7 +1,5 @@
 """The documentation's site builds without warnings, needs no other host, and fails on broken links."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 A trainer's own command needs GPUs: it is not run, but its flags and files are looked up in the trainer's sources.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -4,8 +4,6 @@ Arguments: the folder that `test_engine_ranks` has prepared, the models, with co
 `<tensor_parallel>[f]`, f for FSDP.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

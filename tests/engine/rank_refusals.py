@@ -3,8 +3,6 @@
 Arguments: the folder of the checkpoints, and their names.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

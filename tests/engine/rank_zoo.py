@@ -3,8 +3,6 @@
 Arguments: an empty folder, and the names of architectures.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Prints by how many MiB a teacher's memory grows while it answers about 32,768 tokens; `test_teacher` runs it."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

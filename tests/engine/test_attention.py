@@ -5,8 +5,6 @@ gradients. Fake tensors show that the real operators accept the same arguments. 
 cases with the real kernels.
 """
 
-from __future__ import annotations
-
 import contextvars
 import functools
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 A written-out kernel stands in for FlashAttention, so that models go by the forms of a GPU on a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

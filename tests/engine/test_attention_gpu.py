@@ -1,7 +1,5 @@
 """The kernels that run on GPUs only, on the trees and cases of `test_attention.py`, against float64 on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

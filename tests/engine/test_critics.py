@@ -1,7 +1,5 @@
 """Every decoder checkpoint becomes a critic of one value a token, and what cannot is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

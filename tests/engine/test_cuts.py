@@ -1,7 +1,5 @@
 """Long texts in parts: cut wherever that may be, the parts' tokens are the whole text's, for each kind of tokenizer."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Attention of new tokens over prompts that are stored once, against attention over whole rows written out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

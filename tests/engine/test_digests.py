@@ -1,7 +1,5 @@
 """Digests of whole files: what is remembered of them, and when it no longer holds."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engine scores against plain transformers, one sequence at a time: every architecture, every way of batching."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Models in parts on real ranks: rewards, values, log-probs, their gradients and generation equal one process."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

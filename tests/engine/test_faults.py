@@ -1,7 +1,5 @@
 """Files that are no whole checkpoint: for each layout and fault the error names the file, the cause and the remedy."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Norms, rotary embeddings and feed-forwards in fewer passes: used only if they equal transformers' own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

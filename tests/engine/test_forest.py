@@ -1,7 +1,5 @@
 """The native attention against attention written out in float64, and its bits in any company."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

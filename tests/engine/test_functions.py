@@ -1,7 +1,5 @@
 """A user's function as a model: which settings it can have, and that none is accepted and does nothing."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

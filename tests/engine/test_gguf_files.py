@@ -1,7 +1,5 @@
 """Converts real GGUF files, written by gguf's own writer and quantiser, and computes with what comes out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

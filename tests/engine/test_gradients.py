@@ -1,7 +1,5 @@
 """Values and the gradients of every parameter against plain transformers, one sequence at a time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Heads: literal hidden states and logits in, literal scores out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -81,12 +79,7 @@ def test_one_infinite_value_fails_its_sequence_only() -> None:
 
 @pytest.mark.parametrize(
     ("pooling", "positions"),
-    [
-        ("last", [3, 1, 1, 0]),
-        ("first", [0, 0, 0, 0]),
-        ("first_eos", [1, 1, 0, 0]),
-        ("last_non_pad", [2, 1, 0, 0]),
-    ],
+    [("last", [3, 1, 1, 0]), ("first", [0, 0, 0, 0]), ("first_eos", [1, 1, 0, 0]), ("last_non_pad", [2, 1, 0, 0])],
 )
 def test_positions_of_each_pooling_rule(pooling: str, positions: list[int]) -> None:
     rows = [np.array(row) for row in ([4, 2, 5, 2], [4, 5], [2, 2], [4])]
@@ -119,9 +112,7 @@ def test_a_separator_of_several_tokens_ends_a_step_at_its_last_one_and_never_in_
 @pytest.mark.parametrize(("reduction", "reward"), [("min", 0.2), ("mean", 0.4), ("last", 0.4), ("product", 0.048)])
 def test_step_reductions(reduction: str, reward: float) -> None:
     (score,) = to_scores(
-        process_head(reduction=reduction),
-        logits_of(0.6, 0.2, 0.4),
-        [sequence(SEPARATOR, SEPARATOR, SEPARATOR)],
+        process_head(reduction=reduction), logits_of(0.6, 0.2, 0.4), [sequence(SEPARATOR, SEPARATOR, SEPARATOR)]
     )
     assert score.reward == pytest.approx(reward, abs=1e-6)
 

@@ -1,7 +1,5 @@
 """Memory that malloc keeps for models on a CPU; OpenMP's pools end once models are loaded, and threads spin briefly."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -3,8 +3,6 @@
 The references are plain transformers, one sequence at a time, and equality in bits.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A user's function in child processes: each limit ends its own sample with all its processes, and nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

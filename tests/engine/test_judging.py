@@ -1,7 +1,5 @@
 """A judge's labels are one token each where they stand, its questions share what they can, and its values are means."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

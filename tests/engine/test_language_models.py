@@ -1,7 +1,5 @@
 """Loading a policy: what it is and knows, that it is transformers' own model, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The last layer computes only what is read, with the same result; recomputed activations give the same gradients."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, defaultdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Linear layers by oneDNN: PyTorch's own results and gradients, on any processor that has the operator."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

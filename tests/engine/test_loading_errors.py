@@ -1,7 +1,5 @@
 """Loading what cannot be served: each is one line that says what is wrong, and one that says what to do."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

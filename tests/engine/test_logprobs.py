@@ -1,7 +1,5 @@
 """Log-probs and entropies in parts, and their gradients, against autograd over whole tables in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Adapters served by merging: the same numbers as of peft's unmerged model, one sequence at a time."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

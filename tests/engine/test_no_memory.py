@@ -1,7 +1,5 @@
 """Where a GPU has no memory left: at the start that is an error, and no reason to run the model in another way."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Numbers that are none never leave a model as scores, and a model that gives no others does not start."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

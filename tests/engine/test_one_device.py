@@ -2,8 +2,6 @@
 is only to be launched waits for nothing. No number is right or wrong here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import sys

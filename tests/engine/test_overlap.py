@@ -1,7 +1,5 @@
 """Nothing on the way from tokens to scores waits for the device, so that it is never idle between micro-batches."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Packed batches hold exactly the rows they were given, and store what rows share once."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

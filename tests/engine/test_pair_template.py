@@ -1,7 +1,5 @@
 """Pairs of texts as tokens: what transformers' `tokenizer(a, b)` gives, for templates of every shape and long texts."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any, Literal

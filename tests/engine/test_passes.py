@@ -1,7 +1,5 @@
 """The native passes against transformers in any dtype, width and stride, and each row's bits alone and among others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -55,10 +53,7 @@ CASES: dict[str, tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, int], 
     "silu": (silu, lambda x, width: F.silu(x * 4) * x.flip(-1)),
     "gelu": (gelu, lambda x, width: F.gelu(x * 4, approximate="tanh") * x.flip(-1)),
     "gelu by erf": (lambda x, width: found(passes.activated(x * 4, passes.GELU)), lambda x, width: F.gelu(x * 4)),
-    "sigmoid": (
-        lambda x, width: found(passes.activated(x * 4, passes.SIGMOID)),
-        lambda x, width: torch.sigmoid(x * 4),
-    ),
+    "sigmoid": (lambda x, width: found(passes.activated(x * 4, passes.SIGMOID)), lambda x, width: torch.sigmoid(x * 4)),
     "rotated": (
         rotated,
         lambda x, width: llama.apply_rotary_pos_emb(x[None, None], x[None, None], x.cos()[None], x.sin()[None])[0][

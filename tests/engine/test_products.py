@@ -1,7 +1,5 @@
 """Half precision on processors without units for it: oneDNN is told to do without them, in processes of its own."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

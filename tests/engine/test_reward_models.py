@@ -1,7 +1,5 @@
 """Loading: whoever saved the checkpoint, trunk, head and rules give what plain transformers gives."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The token that gives the reward is the one that the checkpoint's own library reads, whatever pad is."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

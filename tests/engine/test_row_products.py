@@ -1,7 +1,5 @@
 """Products and activations inside `RowProducts` are PyTorch's, and each row's have the same bits among any others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

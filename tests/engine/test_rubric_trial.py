@@ -4,8 +4,6 @@ The model is a small random one whose head prefers the tokens that a test choose
 question at a time: the sum over all tokens that its tokenizer decodes to a label, but for case and blanks.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

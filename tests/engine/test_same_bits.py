@@ -1,7 +1,5 @@
 """Rewards, values and log-probs on CPUs have the same bits alone, in any batch, shared or not, with any threads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

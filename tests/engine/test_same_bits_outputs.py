@@ -1,7 +1,5 @@
 """What scores are made of has the same bits in any batch: attributes, steps, pairs, judges' and teachers' answers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The self-check tries what it chooses, whatever the limits that a model is served with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

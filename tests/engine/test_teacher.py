@@ -1,7 +1,5 @@
 """A teacher's answers equal those of transformers, one sequence at a time, whoever else asks what beside it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

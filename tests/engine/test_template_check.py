@@ -1,7 +1,5 @@
 """A chat template that prints more than the conversation is named; the reference is the rendered text of two days."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

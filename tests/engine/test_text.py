@@ -1,7 +1,5 @@
 """Text to tokens: nothing added, no double BOS, bad rows named, many threads at once."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Texts of single tokens beside log-probs: by the rule of vLLM's detokenizer, as `detokenizing` has it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tokens are those of `tokenizer.json`, whichever class a folder names; the reference is the library `tokenizers`."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json

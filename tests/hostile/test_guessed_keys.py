@@ -1,7 +1,5 @@
 """Keys that are guessed: how long a refusal takes tells nothing, and a guess is never near."""
 
-from __future__ import annotations
-
 import hmac
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Names that clients give are looked up among what is served, and are never a path."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import sys

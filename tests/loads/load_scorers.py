@@ -1,7 +1,5 @@
 """Users' scorers that a load is put on."""
 
-from __future__ import annotations
-
 import threading
 import time
 

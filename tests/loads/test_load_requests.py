@@ -1,7 +1,5 @@
 """What a load is made of: its shape, the same for the same seed, and rows of a file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What is read of a server's counters, and what a summary makes of answers."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 from collections import Counter

@@ -1,7 +1,5 @@
 """benchmarks/server_load.py against real servers: what it sends, tells and writes, and how it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

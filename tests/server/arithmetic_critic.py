@@ -4,8 +4,6 @@
 lost, applied twice, or applied out of order gives another weight. `after` foretells it.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """One request of each form, and where its answer has the score or the error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests and waiting, shared by the tests of the transports."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """Keys of all roles, and servers that need them, for the tests of access."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from guerdon.settings.config import ServerConfig

@@ -1,7 +1,5 @@
 """A client of gRPC that is nobody's library: its calls may stay half open, and their answers unread."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct

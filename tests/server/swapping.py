@@ -1,7 +1,5 @@
 """A service whose models are swapped, and checkpoints to swap them for."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

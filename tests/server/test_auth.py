@@ -1,7 +1,5 @@
 """Keys as they are read, and whose they are; what only this machine reaches, and what others do."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 

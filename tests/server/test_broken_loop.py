@@ -1,7 +1,5 @@
 """The thread that computes ends by a bug: who asks is told so, and the server ends, for whoever restarts it to see."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The parts of a judge in words: settings, reading of answers, and the answers on the disk."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import logging

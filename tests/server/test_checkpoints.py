@@ -1,7 +1,5 @@
 """CheckpointFolder on a real disk: whole or not at all, damaged later, kept by count and by a metric."""
 
-from __future__ import annotations
-
 import logging
 import resource
 from pathlib import Path

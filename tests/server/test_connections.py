@@ -1,7 +1,5 @@
 """What hostile or broken clients do to connections, by raw sockets: it is bounded, and others are served meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

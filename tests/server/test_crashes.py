@@ -1,7 +1,5 @@
 """A server that dies at every single file operation it makes, and disks that are full or cannot be written."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A critic behind the real service: the order of what is asked, known ids, failures, and what its clients are told."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -33,15 +31,7 @@ from guerdon.errors import (
     UnknownModel,
 )
 from guerdon.settings.config import ServerConfig
-from server.arithmetic_critic import (
-    BUG_TOKEN,
-    FAIL_TOKEN,
-    SKIP_TOKEN,
-    WAIT_TOKEN,
-    ArithmeticService,
-    after,
-    request,
-)
+from server.arithmetic_critic import BUG_TOKEN, FAIL_TOKEN, SKIP_TOKEN, WAIT_TOKEN, ArithmeticService, after, request
 
 
 @contextlib.asynccontextmanager

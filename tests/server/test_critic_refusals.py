@@ -1,7 +1,5 @@
 """What a critic does not do: that its log and metrics say so, that nothing is held for it, and that faults show."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

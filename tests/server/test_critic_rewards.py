@@ -1,7 +1,5 @@
 """Train requests with rewards: returns are estimated once, kept in the journal, and answered again as they were."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A critic's server that is told to stop amid a long train: what it tells is what its next start finds."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A critic over real HTTP and gRPC: its operations as tensors, the classes of its errors, and clients that leave."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

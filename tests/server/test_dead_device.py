@@ -1,7 +1,5 @@
 """A device that is dead, as CUDA leaves it behind an illegal access: no sample is to blame, and the server ends."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 has come: with one loop for all, it would stand there for ever.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """Disks that are full, limited or read-only while a critic works on them, and what is on them before it acts."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

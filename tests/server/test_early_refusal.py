@@ -1,7 +1,5 @@
 """A request without room in the queue is refused by its head alone, and one that can never have room is told so."""
 
-from __future__ import annotations
-
 import re
 import socket
 import time

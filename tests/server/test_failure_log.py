@@ -1,7 +1,5 @@
 """Samples without a score are logged, one line a minute for each model, and without their texts."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

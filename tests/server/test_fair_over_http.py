@@ -1,7 +1,5 @@
 """Two keys' holders against one server: who floods it is refused, and the other is served as if alone."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Clients that want more than there is get equal parts, in the queue and of its room, whatever each of them sends."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Two thousand requests at once against a server process: each is answered or refused at once, and memory returns."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import gzip
 import threading
@@ -256,11 +254,7 @@ def test_what_pairs_come_to_counts_as_bytes_of_bodies():
     config = ServerConfig(port=0, grpc_port=None, max_body_mb=1, max_bodies_mb=1)
     pairs = {"text_1": "<slow>" + "p" * 4000, "text_2": ["a"] * 270}
     service = EchoService()
-    with (
-        RunningServer(service, config) as server,
-        service.scorer.held() as go,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with RunningServer(service, config) as server, service.scorer.held() as go, ThreadPoolExecutor(1) as pool:
         slow = pool.submit(httpx.post, server.http_url + "/score", json=pairs, timeout=60)
         wait_until(lambda: len(service.requests) > 0)
         refused = httpx.post(server.http_url + "/score", json={"text_1": "a", "text_2": "b"})

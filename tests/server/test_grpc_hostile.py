@@ -1,7 +1,5 @@
 """gRPC under hostile clients: memory, places and time are bounded, keys come first, and others are served meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import queue

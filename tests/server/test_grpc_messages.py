@@ -1,7 +1,5 @@
 """Messages of gRPC on their way in: never more at once than there is memory for, and the clients take turns."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

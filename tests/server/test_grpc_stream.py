@@ -1,7 +1,5 @@
 """ModelStreamInfer by tritonclient's streams and by clients of no library: order, errors, bounds and ends."""
 
-from __future__ import annotations
-
 import asyncio
 import queue
 from collections.abc import Iterator

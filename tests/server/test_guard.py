@@ -1,7 +1,5 @@
 """Which key opens what over HTTP and gRPC, what a page may have a browser send, and where keys are never seen."""
 
-from __future__ import annotations
-
 import logging
 import re
 import socket

@@ -1,7 +1,5 @@
 """What a critic comes back to after its server ended, with its folder as it was left, or damaged by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import logging

@@ -1,7 +1,5 @@
 """Models that are loaded and unloaded while they serve: which weights answer what, and what goes wrong alone."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -22,15 +20,7 @@ from guerdon.assembly import Parts, build_scorer
 from guerdon.core import Command, ModelInfo, ScoreRequest, Sequence, Signal
 from guerdon.distributed import computing
 from guerdon.engine.checkpoint import placement
-from guerdon.errors import (
-    Forbidden,
-    InvalidRequest,
-    Overloaded,
-    ServerFault,
-    Unavailable,
-    UnknownModel,
-    Unsupported,
-)
+from guerdon.errors import Forbidden, InvalidRequest, Overloaded, ServerFault, Unavailable, UnknownModel, Unsupported
 from guerdon.server import runtime, status
 from guerdon.server.catalog import Tokenizer
 from guerdon.server.service import Service

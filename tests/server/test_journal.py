@@ -1,7 +1,5 @@
 """The journal on a real disk: cut, damaged, emptied, locked and full."""
 
-from __future__ import annotations
-
 import logging
 import resource
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compressed answers of a judge's server: they are read, and one that holds far more than it may takes no memory."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

@@ -1,7 +1,5 @@
 """The clients that people already run, with a key, over TLS and with certificates of their own."""
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Answers that are large although what was asked is small: they are made in a thread, and hold room at the gate."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Texts far longer than a model takes: the memory that they take, and who waits for them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip

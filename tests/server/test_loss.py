@@ -1,7 +1,5 @@
 """A service that has lost a rank: who waits is told so, what was under way is taken back, and nothing is doubled."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import threading

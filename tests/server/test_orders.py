@@ -1,7 +1,5 @@
 """One model's scores and orders keep the order in which they came: pure, so that every case can be laid out by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 A virtual clock and a worker that takes a tenth more or less than it should; nothing here depends on the machine.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random

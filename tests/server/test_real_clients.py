@@ -1,7 +1,5 @@
 """The clients that people already run, unchanged, against the server over both transports."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator

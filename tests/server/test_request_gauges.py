@@ -1,7 +1,5 @@
 """What a real server tells of its requests: those that run, those that wait, and the same in Triton's words."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 

@@ -1,7 +1,5 @@
 """Which sequences make the next batch; no clock and no thread, so every case is a few literals."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

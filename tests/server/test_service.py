@@ -1,7 +1,5 @@
 """The data plane over real models and functions: checks, failures that stay alone, limits, deadlines, truncation."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable

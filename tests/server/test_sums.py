@@ -1,7 +1,5 @@
 """Sums of rewards: what is made of the components' replies, and the statistics that are kept of them."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

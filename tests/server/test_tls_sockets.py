@@ -1,7 +1,5 @@
 """TLS on both transports: which versions and certificates pass, and what a connection without it costs."""
 
-from __future__ import annotations
-
 import os
 import socket
 import ssl

@@ -1,7 +1,5 @@
 """`/tokenize`, `/detokenize` and `/info` as vLLM and TEI answer; the references are `tokenizers` and transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

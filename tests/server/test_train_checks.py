@@ -1,7 +1,5 @@
 """What is refused of a train request, and the place that the text names; what is never read is never looked at."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Truncation that a request asks for: a real checkpoint scores the ids that transformers would cut."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal

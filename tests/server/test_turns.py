@@ -1,7 +1,5 @@
 """Turns: so many at once, alternating between clients, and none is lost where somebody leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 

@@ -1,7 +1,5 @@
 """Clients that ask for large answers and do not read them: memory stays within what bodies may have, and returns."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
@@ -31,9 +29,7 @@ OTHERS = ("vllm, echoed", "sglang", "trl, binary", "kserve")
 BODIES_MB, MOST_MB = 24, 100
 COMPLETIONS: dict[str, Any] = {"prompt": [ROW] * ROWS, "max_tokens": 0, "prompt_logprobs": TOP}
 KSERVE: dict[str, Any] = {
-    "inputs": [
-        {"name": "input_ids", "datatype": "INT64", "shape": [ROWS, TOKENS], "data": ROW * ROWS},
-    ],
+    "inputs": [{"name": "input_ids", "datatype": "INT64", "shape": [ROWS, TOKENS], "data": ROW * ROWS}],
     "parameters": {"top_k": TOP},
 }
 FORMS = ["vllm", "kserve, binary", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
@@ -52,18 +48,10 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "trl, binary": (
         "/get_sequence_logprobs/",
-        {
-            "sequences": [ROW] * ROWS,
-            "prompt_lengths": [1] * ROWS,
-            "top_logprobs": TOP,
-            "response_format": "binary",
-        },
+        {"sequences": [ROW] * ROWS, "prompt_lengths": [1] * ROWS, "top_logprobs": TOP, "response_format": "binary"},
     ),
     "kserve": ("/v2/models/teacher/infer", KSERVE),
-    "kserve, binary": (
-        "/v2/models/teacher/infer",
-        KSERVE | {"parameters": {"top_k": TOP, "binary_data_output": True}},
-    ),
+    "kserve, binary": ("/v2/models/teacher/infer", KSERVE | {"parameters": {"top_k": TOP, "binary_data_output": True}}),
 }
 
 

@@ -1,7 +1,5 @@
 """A judge's verdict is all of what the answer says, of the answer and not of its thinking, or there is an error."""
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs a driver by the interpreter of its trainer's environment."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -7,8 +7,6 @@ Each borrows what this interpreter's environment has (torch, transformers) and a
 dependencies, of which those follow that its way to a reward needs: a whole installation would bring CUDA.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

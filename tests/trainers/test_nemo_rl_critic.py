@@ -1,7 +1,5 @@
 """NeMo-RL's ppo_train with a served critic: the values, returns and updates are plain torch's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

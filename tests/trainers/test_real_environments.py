@@ -1,7 +1,5 @@
 """The libraries of environments, each in its own environment, against a server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

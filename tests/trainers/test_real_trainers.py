@@ -3,8 +3,6 @@
 `make trainers` makes the environments; a trainer without one is left out, and the summary says so.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

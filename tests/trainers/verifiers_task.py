@@ -1,7 +1,5 @@
 """A taskset of verifiers with a reward by a served model: ROWS is the file of its tasks, REWARDS the server."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

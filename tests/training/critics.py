@@ -1,7 +1,5 @@
 """A critic as the server builds one, over a small random checkpoint."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What every rank of `test_training_ranks.py` does, in one layout after another; one process does the same."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -31,13 +29,7 @@ from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, ConfigError, ServerFault, StorageFailed, TrainFailed
 from guerdon.settings.actors import PolicyConfig
 from guerdon.settings.config import CriticConfig, EngineConfig, ModelConfig, ParallelConfig
-from guerdon.training.algorithms.losses import (
-    Aggregation,
-    GlobalCounts,
-    PolicyLossStats,
-    ppo_loss,
-    reinforce_loss,
-)
+from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, PolicyLossStats, ppo_loss, reinforce_loss
 from guerdon.training.combined import CriticWithReward
 from guerdon.training.critic_trainer import CriticTrainer
 from guerdon.training.policy_trainer import PolicyTrainer

@@ -1,7 +1,5 @@
 """A critic's training in plain transformers and torch, one sequence at a time; it never touches guerdon's numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

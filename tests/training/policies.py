@@ -1,7 +1,5 @@
 """A policy as a run builds one, and the same in plain padded transformers and torch, which never touches guerdon."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

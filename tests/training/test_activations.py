@@ -1,7 +1,5 @@
 """A training step's memory depends on the token budget, not on the number of sequences."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

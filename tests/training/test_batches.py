@@ -1,7 +1,5 @@
 """A request as global batches: literal rows, masks and targets."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from guerdon.critic_core import TrainRequest

@@ -1,7 +1,5 @@
 """Checkpoints: training on from one is bitwise training without interruption; others can read it; damage is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """A reward model beside the critic, both on the device or one at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """What a train request reports, leaves out, survives and refuses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Trees of segments against their flattened sequences, in plain transformers and torch, one sequence at a time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Returns and advantages from rewards and a critic's own values: by hand, and as `gae` makes them of served values."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

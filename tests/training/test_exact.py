@@ -1,7 +1,5 @@
 """A train request against plain transformers and torch's AdamW, one sequence at a time: losses, norms, every weight."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

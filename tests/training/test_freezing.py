@@ -1,7 +1,5 @@
 """Critics of which a part is frozen by a pattern: the rest learns as in plain torch, and no frozen byte changes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

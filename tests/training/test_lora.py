@@ -1,7 +1,5 @@
 """Low-rank adapters: only they and the head learn, by the same numbers as peft's own model in plain torch."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

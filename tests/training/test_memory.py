@@ -1,7 +1,5 @@
 """A critic's memory is estimated before it is loaded; too little memory is one clear error."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Log-probs, and the gradients of every loss, against plain padded transformers with the formulas written out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a step of the policy changes, reports and leaves out; its reference; adapters; and its checkpoints."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

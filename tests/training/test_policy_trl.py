@@ -1,7 +1,5 @@
 """Two optimiser steps of RLOO: TRL's own trainer makes them, and ours from its rollouts and rewards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Many processes train as one does, and write checkpoints that any number of them reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

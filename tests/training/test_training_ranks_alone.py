@@ -1,7 +1,5 @@
 """Parts of training on many ranks that one process can test."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Several passes over the rows of one train request, as critics of agents make them for each update of the policy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

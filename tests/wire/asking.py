@@ -1,7 +1,5 @@
 """What the tests of all forms share: asking one, and answering it with scores that no model gave."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -5,8 +5,6 @@ SGLang's `srt/entrypoints/openai/protocol.py`, `srt/managers/io_struct.py` and `
 `router/src/http/types.rs`, TRL's `scripts/vllm_serve.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from guerdon.wire.forms import (
@@ -200,9 +198,7 @@ REQUESTS = [
         _VLLM_NOBODY,
     ),
     Request(
-        "TEI's RerankRequest",
-        rerank.TEIRerankBody,
-        "query texts truncate truncation_direction raw_scores return_text",
+        "TEI's RerankRequest", rerank.TEIRerankBody, "query texts truncate truncation_direction raw_scores return_text"
     ),
     Request("TEI's PredictRequest", tei.PredictBody, "inputs truncate truncation_direction raw_scores"),
     Request(

@@ -1,7 +1,5 @@
 """Log-probs in other servers' JSON: however long the answer is, writing it takes a bounded part of memory."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A critic's operations as tensors and back."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """What holds for every form: its URL, its errors, its numbers, and bodies that no client sends."""
 
-from __future__ import annotations
-
 import numpy as np
 import orjson
 import pytest

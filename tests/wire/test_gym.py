@@ -1,7 +1,5 @@
 """NeMo Gym's form without a server: what is read of a rollout, what comes back, and the statistics of many."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from typing import Any

@@ -1,7 +1,5 @@
 """What NeMo Gym's `/compare` asks and gets, without a server."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

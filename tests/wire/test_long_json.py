@@ -1,7 +1,5 @@
 """JSON that is read in pieces has the values and the faults that a decoder finds in it at once."""
 
-from __future__ import annotations
-
 import json
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """No field of a peer's request is lost in silence: it is honoured, refused by its name, or known to be harmless."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`/rerank` in vLLM's form, which Cohere's and Jina's clients speak, and in TEI's: orders, keys and refusals."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

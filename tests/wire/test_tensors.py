@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor

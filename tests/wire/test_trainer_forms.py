@@ -1,7 +1,5 @@
 """The forms of trainers, as OpenRLHF and slime send and read them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

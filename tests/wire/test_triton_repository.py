@@ -1,7 +1,5 @@
 """Which checkpoint a load names, as tritonclient and people write it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

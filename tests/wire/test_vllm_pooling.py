@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import base64
 import math
 import time
@@ -307,10 +305,7 @@ PAIRS = [
     ({"text_1": 5, "text_2": "a"}, "text_1 is 5"),
     ({"text_1": "a", "text_2": ["b", 5]}, "text_2[1] is 5"),
     ({"text_1": "a", "text_2": [5, 6]}, "text_2[0] is 5"),
-    (
-        {"text_1": "a", "text_2": {"content": [{"type": "image_url"}]}},
-        ".content[0].type is 'image_url'; send text",
-    ),
+    ({"text_1": "a", "text_2": {"content": [{"type": "image_url"}]}}, ".content[0].type is 'image_url'; send text"),
     ({"text_1": "a", "text_2": {"content": "b"}}, "text_2.content is a string; send a list"),
     ({"text_1": "a", "text_2": "b", "instruction": "be kind"}, "instruction is not supported"),
     ({"text_1": "a", "text_2": "b", "max_tokens_per_doc": 5}, "max_tokens_per_doc is not supported"),

@@ -1,7 +1,5 @@
 """Means, spreads and shares of components that are known, and how long they are kept."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The calls of judges in words, as the page sums them up."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The page's routes of real servers: a sum, functions and a critic, with keys and without."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

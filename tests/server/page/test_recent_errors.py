@@ -1,7 +1,5 @@
 """Which errors the page tells of, when, and that it has none of their texts."""
 
-from __future__ import annotations
-
 import json
 
 from guerdon.core import Score

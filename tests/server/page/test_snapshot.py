@@ -1,7 +1,5 @@
 """What a snapshot tells of rewards that are known: in window and reference, over time, by length."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Try it: what the page has scored is scored as any request is, and told token by token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import httpx

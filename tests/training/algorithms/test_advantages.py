@@ -1,7 +1,5 @@
 """Baselines and whitening against numbers worked out by hand, and what failed or unfinished samples may change."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Generalised advantage estimation against numbers worked out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

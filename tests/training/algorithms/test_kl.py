@@ -1,7 +1,5 @@
 """KL estimators and the rewards that they penalise, against numbers worked out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Sums that add up field by field, and masks that nothing gets past."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

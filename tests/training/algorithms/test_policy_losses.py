@@ -1,7 +1,5 @@
 """The policy's losses against numbers worked out by hand and against loops over sequences in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
