@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack
 
 from guerdon.assembly import build_service
 from guerdon.client import Head, Scores, TeacherAnswers
-from guerdon.client.calls import Call, ModelSignature, known, make_request, prepare_score, takes
+from guerdon.client.calls import Call, ModelSignature, accept, make_request, prepare_score, takes
 from guerdon.client.reward_client import ScoreArgs
 from guerdon.client.teacher_calls import (
     GivenIds,
@@ -135,7 +135,7 @@ class LocalRewardModel(_LocalModel):
     @takes(ScoreArgs)
     def submit(self, **samples: Unpack[ScoreArgs]) -> Future[Scores]:
         """Returns a future of `score`'s result at once; cancelling drops the samples. Thousands may be in progress."""
-        return self._submit(prepare_score(self._name, make_request(**known(self.submit, samples))))
+        return self._submit(prepare_score(self._name, make_request(**accept(self.submit, samples))))
 
 
 class LocalJudge(LocalRewardModel):
@@ -166,22 +166,22 @@ class LocalTeacher(_LocalModel):
     @takes(TeacherArgs)
     def logprobs(self, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of the samples' own tokens; blocks. Raises what a server would."""
-        return self._submit(prepare_logprobs(self._name, known(self.logprobs, samples))).result()
+        return self._submit(prepare_logprobs(self._name, accept(self.logprobs, samples))).result()
 
     @takes(TeacherArgs)
     def top(self, k: int, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the `k` likeliest ids of each asked token with their log-probs, and what `logprobs` returns."""
-        return self._submit(prepare_top(self._name, k, known(self.top, samples))).result()
+        return self._submit(prepare_top(self._name, k, accept(self.top, samples))).result()
 
     @takes(TeacherArgs)
     def given(self, ids: GivenIds, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of `ids`, as `TeacherClient.given` takes them, and what `logprobs` returns."""
-        return self._submit(prepare_given(self._name, ids, known(self.given, samples))).result()
+        return self._submit(prepare_given(self._name, ids, accept(self.given, samples))).result()
 
     @takes(TeacherArgs)
     def hidden(self, *, dtype: Literal["bfloat16"] | None = None, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns what the head turns into the logits of each asked token."""
-        return self._submit(prepare_hidden(self._name, dtype, known(self.hidden, samples))).result()
+        return self._submit(prepare_hidden(self._name, dtype, accept(self.hidden, samples))).result()
 
     def head(self, known: Head | None = None) -> Head:
         """Returns the head, `known` if it is still the same.

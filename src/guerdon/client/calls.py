@@ -110,7 +110,8 @@ class Call(Generic[T]):
 
     `build` takes the model's signature and the seconds left, `parse` the reply and the seconds the server waited and
     computed. `cost` is in tokens; without `timeout_s` the policy's applies. `may_repeat` returns, for a server's
-    signature, whether a request that may have arrived there may be sent again.
+    signature, whether a request that may have arrived there may be sent again. Of the calls that wait in a client,
+    those of higher `priority` go first.
     """
 
     model: str
@@ -119,6 +120,7 @@ class Call(Generic[T]):
     cost: int = 0
     timeout_s: float | None = None
     may_repeat: Callable[[ModelSignature], bool] = lambda _: True
+    priority: int = 0
 
 
 def check_gives(signature: ModelSignature, output: str) -> None:
@@ -146,6 +148,7 @@ def prepare_score(model: str, request: ScoreRequest) -> Call[Scores]:
         lambda reply, queue_s, compute_s: parse(reply, request, queue_s, compute_s),
         estimate_cost(request),
         request.timeout_s,
+        priority=request.priority,
     )
 
 
@@ -153,20 +156,20 @@ _DEFAULTS = {"priority": 0, "updates": 1, "temperature": 1.0, "entropy": False}
 """Of those keywords whose default is not None."""
 
 
-def takes(arguments: type) -> Callable[[F], F]:
+def takes(arguments: type, defaults: Mapping[str, Any] = _DEFAULTS) -> Callable[[F], F]:
     """Decorates a call that takes the keys of a typed dict as keywords: they stand in its signature."""
 
     def decorate(call: F) -> F:
         shown = [p for p in inspect.signature(call).parameters.values() if p.kind is not p.VAR_KEYWORD]
         kind = inspect.Parameter.KEYWORD_ONLY
-        shown += [inspect.Parameter(name, kind, default=_DEFAULTS.get(name)) for name in arguments.__annotations__]
+        shown += [inspect.Parameter(name, kind, default=defaults.get(name)) for name in arguments.__annotations__]
         call.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
         return call
 
     return decorate
 
 
-def known(call: Callable[..., Any], given: T) -> T:
+def accept(call: Callable[..., Any], given: T) -> T:
     """Returns the keywords given to a call that `takes` them; raises TypeError with its public name for others."""
     taken = call.__signature__.parameters  # type: ignore[attr-defined]  # `inspect.signature` takes 20 us
     if unknown := next((name for name in cast("Mapping[str, Any]", given) if name not in taken), None):

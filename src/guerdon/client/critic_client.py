@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar, Unpack
 
-from guerdon.client.addresses import Credentials, addresses
-from guerdon.client.calls import Call, Integers, TokenRows, known, takes
+from guerdon.client.calls import Call, Integers, TokenRows, accept, takes
 from guerdon.client.critic_calls import (
     BatchArgs,
     CriticScores,
@@ -25,7 +24,7 @@ from guerdon.client.critic_calls import (
     prepare_train,
     prepare_train_loss,
 )
-from guerdon.client.faces import AsyncClient, BlockingClient, CallFuture
+from guerdon.client.faces import DEFAULTS, AsyncClient, BlockingClient, CallFuture, Client, ClientArgs
 from guerdon.client.ordering import AsyncTrainFuture, OrderedSession, TrainFuture
 from guerdon.client.retry import RetryPolicy, Steps
 from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Operation, TrainReport, TrainRequest
@@ -37,53 +36,61 @@ F = TypeVar("F", bound=Future[Any])
 PATIENT = RetryPolicy.patient(21_600.0)
 """A server that comes back loads its checkpoint and replays its journal first, which takes minutes."""
 
+_DEFAULTS: ClientArgs = {**DEFAULTS, "policy": PATIENT}
+
 Name = str | Mapping[str, str]
 """A critic's name, to which each of its models adds its operation; or the models' own names by operation."""
 
 
-class CriticModels:
-    """Names a critic's models, and makes their calls; both clients are one."""
+class CriticModels(Client[OrderedSession]):
+    """Names a critic's models, and makes their calls; both clients are one.
 
-    _name: Name
+    `_start` of each has a call take its place in the order, and returns its future or its task.
+    """
 
-    def _model(self, operation: str) -> str:
-        if isinstance(self._name, str):
-            return f"{self._name}_{operation}"
-        return self._name.get(operation, f"critic_{operation}")
+    _session_class = OrderedSession
+    _asks = (
+        "a CriticClient asks what guerdon serve-critic serves: of a critic named NAME the models NAME_infer, "
+        "NAME_train and so on"
+    )
+    _session: OrderedSession
+    _start: Callable[..., Any]
+
+    def _model_of(self, operation: str) -> str:
+        if isinstance(self._model, str):
+            return f"{self._model}_{operation}"
+        return str(self._model.get(operation, f"critic_{operation}"))
 
     def _main_model(self) -> str:
-        return self._model("infer")
+        return self._model_of("infer")
 
     def _models_to_await(self) -> list[str]:
         """Returns all models that were named: a server may load them one by one."""
-        return [self._main_model()] if isinstance(self._name, str) else list(self._name.values())
+        return [self._main_model()] if isinstance(self._model, str) else list(self._model.values())
 
-    def _infer_steps(
-        self, session: OrderedSession, tokens: TokenRows | None, samples: InferArgs | TreeArgs, needs_rewards: bool
-    ) -> Steps[CriticScores]:
+    def _infer(self, tokens: TokenRows | None, samples: InferArgs | TreeArgs, *, needs_rewards: bool = False) -> Any:
         request, parents = make_infer_request(tokens, **samples)
         call = prepare_infer(self._main_model(), request, needs_rewards=needs_rewards, parents=parents)
-        return session.caller.ask(call)
+        return self._start(self._session.caller.ask(call))
 
-    def _train_steps(self, session: OrderedSession, request: TrainRequest, train_id: str | None) -> Steps[TrainReport]:
-        call = prepare_train(self._model(Operation.TRAIN), request)
+    def _train_steps(self, request: TrainRequest, train_id: str | None) -> Steps[TrainReport]:
+        call, session = prepare_train(self._model_of(Operation.TRAIN), request), self._session
         # Only a request with a name from the caller can have been answered before.
-        state = None if train_id is None else self._control_call(ControlRequest(Operation.STATE))
+        state = None if train_id is None else self._control_call(Operation.STATE)
         return session.reset_check.report(session.caller, call, state=state)
 
-    def _validate_steps(self, session: OrderedSession, request: TrainRequest) -> Steps[TrainReport]:
-        call = prepare_train(self._model(Operation.VALIDATE), request)
-        return session.reset_check.report(session.caller, call, trains=False)
+    def _validate(self, request: TrainRequest) -> Any:
+        call, session = prepare_train(self._model_of(Operation.VALIDATE), request), self._session
+        return self._start(session.reset_check.report(session.caller, call, trains=False))
 
-    def _control_steps(self, session: OrderedSession, request: ControlRequest) -> tuple[Steps[Any], bool]:
-        """Returns the steps, and whether they go alone."""
-        call = self._control_call(request)
-        if request.operation is Operation.LOAD:
-            return session.reset_check.load(session.caller, call), True
-        return session.caller.ask(call), request.operation is not Operation.STATE
+    def _control(self, operation: Operation, **about: Any) -> Any:
+        call, session = self._control_call(operation, **about), self._session
+        if operation is Operation.LOAD:
+            return self._start(session.reset_check.load(session.caller, call), alone=True)
+        return self._start(session.caller.ask(call), alone=operation is not Operation.STATE)
 
-    def _control_call(self, request: ControlRequest) -> Call[Any]:
-        return prepare_control(self._model(request.operation), request)
+    def _control_call(self, operation: Operation, **about: Any) -> Call[Any]:
+        return prepare_control(self._model_of(operation), ControlRequest(operation, **about))
 
 
 class CriticClient(CriticModels, BlockingClient[OrderedSession]):
@@ -98,41 +105,35 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
     starts again from step 0, and the next train or validate raises CriticReset, as after another client's `load`.
     """
 
-    def __init__(
-        self,
-        url: str,
-        name: Name = "critic",
-        *,
-        policy: RetryPolicy = PATIENT,
-        max_in_flight: int = 128,
-        credentials: Credentials | None = None,
-    ) -> None:
+    @takes(ClientArgs, _DEFAULTS)
+    def __init__(self, url: str, name: Name = "critic", **options: Unpack[ClientArgs]) -> None:
         """Raises InvalidRequest for a malformed URL; connects at the first call."""
-        self._name = name
-        new_session = _session_factory(url, policy, max_in_flight, credentials)
-        super().__init__(new_session, (url, name, policy, max_in_flight, credentials))
+        super().__init__(url, name, _DEFAULTS | accept(CriticClient.__init__, options))
 
     @takes(TreeArgs)
     def infer(self, tokens: TokenRows | None = None, **samples: Unpack[TreeArgs]) -> CriticScores:
         """Returns the samples' values, without rewards; blocks. Raises the class that the server raised."""
-        return self._wait(self._infer(tokens, known(self.infer, samples)))
+        return self._wait(self._infer(tokens, accept(self.infer, samples)))
 
     @takes(InferArgs)
     def infer_with_rewards(self, tokens: TokenRows | None = None, **samples: Unpack[InferArgs]) -> CriticScores:
         """Returns the samples' values and rewards; raises InvalidRequest if the server has no reward model."""
-        return self._wait(self._infer(tokens, known(self.infer_with_rewards, samples), needs_rewards=True))
+        return self._wait(self._infer(tokens, accept(self.infer_with_rewards, samples), needs_rewards=True))
 
     @takes(TreeArgs)
     def submit(self, tokens: TokenRows | None = None, **samples: Unpack[TreeArgs]) -> Future[CriticScores]:
         """Returns a future of `infer`'s result, at once; thousands may be under way."""
-        return self._infer(tokens, known(self.submit, samples))
+        future: Future[CriticScores] = self._infer(tokens, accept(self.submit, samples))
+        return future
 
     @takes(InferArgs)
     def submit_with_rewards(
         self, tokens: TokenRows | None = None, **samples: Unpack[InferArgs]
     ) -> Future[CriticScores]:
         """Returns a future of `infer_with_rewards`'s result, at once."""
-        return self._infer(tokens, known(self.submit_with_rewards, samples), needs_rewards=True)
+        asked = accept(self.submit_with_rewards, samples)
+        future: Future[CriticScores] = self._infer(tokens, asked, needs_rewards=True)
+        return future
 
     @takes(TrainArgs)
     def train(
@@ -150,10 +151,9 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         has `advantages` and `returns`. A failure is logged; if nobody has looked at the future by the next call, that
         call raises it.
         """
-        request = make_train_request(tokens, returns, prev_values, mask, **known(self.train, options))
-        session = self._here().session
+        request = make_train_request(tokens, returns, prev_values, mask, **accept(self.train, options))
         future: TrainFuture[TrainReport] = TrainFuture(self._here(), request.id)
-        return self._start(self._train_steps(session, request, options.get("train_id")), future, alone=True)
+        return self._start_as(future, self._train_steps(request, options.get("train_id")), alone=True)
 
     def train_loss(
         self, tokens: TokenRows, returns: Rows, prev_values: Rows, mask: Rows, *, lengths: Integers | None = None
@@ -163,10 +163,9 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         Those do not recognise a request by its id, so one that may have arrived is not sent again: the future fails.
         """
         request = make_train_request(tokens, returns, prev_values, mask, lengths=lengths)
-        session = self._here().session
         future: TrainFuture[float] = TrainFuture(self._here(), request.id)
-        steps = session.caller.ask(prepare_train_loss(self._model(Operation.TRAIN), request))
-        return self._start(steps, future, alone=True)
+        steps = self._caller.ask(prepare_train_loss(self._model_of(Operation.TRAIN), request))
+        return self._start_as(future, steps, alone=True)
 
     @takes(BatchArgs)
     def validate(
@@ -178,8 +177,8 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         **options: Unpack[BatchArgs],
     ) -> TrainReport:
         """Returns the loss and its metrics on these rows, without training; blocks. Arguments are as for `train`."""
-        request = make_train_request(tokens, returns, prev_values, mask, **known(self.validate, options))
-        return self._wait(self._start(self._validate_steps(self._here().session, request), CallFuture(self._here())))
+        request = make_train_request(tokens, returns, prev_values, mask, **accept(self.validate, options))
+        return self._wait(self._validate(request))
 
     def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
         """Saves a checkpoint with these metrics and returns it, or None if a user's own server saves elsewhere."""
@@ -187,23 +186,24 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
 
     def submit_save(self, metrics: dict[str, float] | None = None) -> Future[CheckpointInfo | None]:
         """Returns a future of `save`'s result, at once."""
-        return self._control(ControlRequest(Operation.SAVE, metrics=metrics or {}))
+        future: Future[CheckpointInfo | None] = self._control(Operation.SAVE, metrics=metrics or {})
+        return future
 
     def load(self, checkpoint: str | None = None) -> CheckpointInfo | None:
         """Loads the checkpoint of that name, or the newest."""
-        return self._wait(self._control(ControlRequest(Operation.LOAD, checkpoint)))
+        return self._wait(self._control(Operation.LOAD, checkpoint=checkpoint))
 
     def offload(self) -> None:
         """Moves the weights off the device; until `onload`, values and training are refused with Offloaded."""
-        self._wait(self._control(ControlRequest(Operation.OFFLOAD)))
+        self._wait(self._control(Operation.OFFLOAD))
 
     def onload(self) -> None:
         """Moves the weights back."""
-        self._wait(self._control(ControlRequest(Operation.ONLOAD)))
+        self._wait(self._control(Operation.ONLOAD))
 
     def state(self) -> CriticState:
         """Returns the critic's state after all calls before this one."""
-        return self._wait(self._control(ControlRequest(Operation.STATE)))
+        return self._wait(self._control(Operation.STATE))
 
     def reconnect(self, timeout_s: float) -> None:
         """Ends the calls under way with Cancelled, and reconnects; limits each later call with all its tries.
@@ -212,26 +212,18 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         the server may still be done there.
         """
         self.close()
-        known = self._caller.endpoints.all
-        url, name, policy, max_in_flight, credentials = self._arguments
-        policy = dataclasses.replace(policy, timeout_s=timeout_s)
-        self._new_session = _session_factory(url, policy, max_in_flight, credentials)
-        self._arguments = (url, name, policy, max_in_flight, credentials)
+        before = self._caller.endpoints.all
+        url, name, options = self._arguments
+        options = {**options, "policy": dataclasses.replace(options["policy"], timeout_s=timeout_s)}
+        self._arguments = (url, name, options)
         self._open()
-        for endpoint, before in zip(self._caller.endpoints.all, known, strict=True):
-            endpoint.seen = before.seen  # waits for a server that is away, instead of failing at once
+        for endpoint, old in zip(self._caller.endpoints.all, before, strict=True):
+            endpoint.seen = old.seen  # waits for a server that is away, instead of failing at once
 
-    def _infer(
-        self, tokens: TokenRows | None, samples: InferArgs | TreeArgs, *, needs_rewards: bool = False
-    ) -> Future[CriticScores]:
-        steps = self._infer_steps(self._here().session, tokens, samples, needs_rewards)
-        return self._start(steps, CallFuture(self._here()))
+    def _start(self, steps: Steps[T], *, alone: bool = False) -> Future[T]:
+        return self._start_as(CallFuture(self._here()), steps, alone)
 
-    def _control(self, request: ControlRequest) -> Future[Any]:
-        steps, alone = self._control_steps(self._here().session, request)
-        return self._start(steps, CallFuture(self._here()), alone=alone)
-
-    def _start(self, steps: Steps[T], future: F, *, alone: bool = False) -> F:
+    def _start_as(self, future: F, steps: Steps[Any], alone: bool) -> F:
         thread = self._here()
         session = thread.session
         session.failures.raise_unseen()
@@ -245,34 +237,26 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
     `submit` and `train` take their place in the order at once, the others when they are awaited.
     """
 
-    def __init__(
-        self,
-        url: str,
-        name: Name = "critic",
-        *,
-        policy: RetryPolicy = PATIENT,
-        max_in_flight: int = 128,
-        credentials: Credentials | None = None,
-    ) -> None:
+    @takes(ClientArgs, _DEFAULTS)
+    def __init__(self, url: str, name: Name = "critic", **options: Unpack[ClientArgs]) -> None:
         """Raises InvalidRequest for a malformed URL; connects at the first call."""
-        self._name = name
-        session = OrderedSession(addresses(url, credentials), policy, max_in_flight)
-        super().__init__(session, (url, name, policy, max_in_flight, credentials))
+        super().__init__(url, name, _DEFAULTS | accept(AsyncCriticClient.__init__, options))
 
     @takes(TreeArgs)
     async def infer(self, tokens: TokenRows | None = None, **samples: Unpack[TreeArgs]) -> CriticScores:
         """Returns the samples' values. Cancelling the task cancels the request, at the server too."""
-        return await self._infer(tokens, known(self.infer, samples))
+        return await self._infer(tokens, accept(self.infer, samples))
 
     @takes(InferArgs)
     async def infer_with_rewards(self, tokens: TokenRows | None = None, **samples: Unpack[InferArgs]) -> CriticScores:
         """Returns the samples' values and rewards; raises InvalidRequest if the server has no reward model."""
-        return await self._infer(tokens, known(self.infer_with_rewards, samples), needs_rewards=True)
+        return await self._infer(tokens, accept(self.infer_with_rewards, samples), needs_rewards=True)
 
     @takes(TreeArgs)
     def submit(self, tokens: TokenRows | None = None, **samples: Unpack[TreeArgs]) -> asyncio.Task[CriticScores]:
         """Returns a task of `infer`, started at once."""
-        return self._infer(tokens, known(self.submit, samples))
+        task: asyncio.Task[CriticScores] = self._infer(tokens, accept(self.submit, samples))
+        return task
 
     @takes(TrainArgs)
     def train(
@@ -284,9 +268,9 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         **options: Unpack[TrainArgs],
     ) -> AsyncTrainFuture:
         """Returns a future of the report to await, as `CriticClient.train` does; the request starts at once."""
-        request = make_train_request(tokens, returns, prev_values, mask, **known(self.train, options))
+        request = make_train_request(tokens, returns, prev_values, mask, **accept(self.train, options))
         future = AsyncTrainFuture(request.id)
-        steps = self._train_steps(self._session, request, options.get("train_id"))
+        steps = self._train_steps(request, options.get("train_id"))
         task = self._start(steps, alone=True, is_wanted=lambda: not future.cancelled())
         task.add_done_callback(functools.partial(self._end_training, future))
         return future
@@ -301,37 +285,28 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         **options: Unpack[BatchArgs],
     ) -> TrainReport:
         """Returns the loss and its metrics on these rows, without training. Arguments are as for `train`."""
-        request = make_train_request(tokens, returns, prev_values, mask, **known(self.validate, options))
-        return await self._start(self._validate_steps(self._session, request))
+        request = make_train_request(tokens, returns, prev_values, mask, **accept(self.validate, options))
+        return await self._validate(request)
 
     async def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
         """Saves a checkpoint with these metrics and returns it, or None if a user's own server saves elsewhere."""
-        return await self._control(ControlRequest(Operation.SAVE, metrics=metrics or {}))
+        return await self._control(Operation.SAVE, metrics=metrics or {})
 
     async def load(self, checkpoint: str | None = None) -> CheckpointInfo | None:
         """Loads the checkpoint of that name, or the newest."""
-        return await self._control(ControlRequest(Operation.LOAD, checkpoint))
+        return await self._control(Operation.LOAD, checkpoint=checkpoint)
 
     async def offload(self) -> None:
         """Moves the weights off the device; until `onload`, values and training are refused with Offloaded."""
-        await self._control(ControlRequest(Operation.OFFLOAD))
+        await self._control(Operation.OFFLOAD)
 
     async def onload(self) -> None:
         """Moves the weights back."""
-        await self._control(ControlRequest(Operation.ONLOAD))
+        await self._control(Operation.ONLOAD)
 
     async def state(self) -> CriticState:
         """Returns the critic's state after all calls before this one."""
-        return await self._control(ControlRequest(Operation.STATE))
-
-    def _infer(
-        self, tokens: TokenRows | None, samples: InferArgs | TreeArgs, *, needs_rewards: bool = False
-    ) -> asyncio.Task[CriticScores]:
-        return self._start(self._infer_steps(self._session, tokens, samples, needs_rewards))
-
-    def _control(self, request: ControlRequest) -> asyncio.Task[Any]:
-        steps, alone = self._control_steps(self._session, request)
-        return self._start(steps, alone=alone)
+        return await self._control(Operation.STATE)
 
     def _start(
         self, steps: Steps[T], *, alone: bool = False, is_wanted: Callable[[], bool] | None = None
@@ -353,9 +328,3 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         if not future.done():
             future.set_exception(error)
         self._session.failures.add(future, error)
-
-
-def _session_factory(
-    url: str, policy: RetryPolicy, max_in_flight: int, credentials: Credentials | None
-) -> Callable[[], OrderedSession]:
-    return functools.partial(OrderedSession, addresses(url, credentials), policy, max_in_flight)

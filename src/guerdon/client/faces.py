@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypedDict, TypeVar
 
-from guerdon.client.addresses import Credentials
-from guerdon.client.calls import ModelSignature
+from guerdon.client.addresses import Credentials, addresses
+from guerdon.client.calls import Call, ModelSignature
 from guerdon.client.driver import Session
 from guerdon.client.retry import Caller, RetryPolicy, Step, Steps
 from guerdon.errors import Cancelled
@@ -23,11 +23,17 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Session)
 MakeTask = Callable[[Callable[[], bool]], asyncio.Task[T]]
 """Makes a call's task, given the function that marks its future as running; that returns False if it is cancelled."""
-Arguments = tuple[Any, Any, RetryPolicy, int, Credentials | None]
-"""A client's URL, model, policy, max_in_flight and credentials.
 
-Without credentials, a copy reads the environment where it arrives, so that no pickle holds a key from there.
-"""
+
+class ClientArgs(TypedDict, total=False):
+    """The keyword arguments of every client, as `RewardClient` describes them."""
+
+    policy: RetryPolicy
+    max_in_flight: int
+    credentials: Credentials | None
+
+
+DEFAULTS: ClientArgs = {"policy": RetryPolicy(), "max_in_flight": 128, "credentials": None}
 
 _CALLBACKS_S = 5.0
 _STOP_S = 2.0
@@ -184,15 +190,48 @@ class LoopThread(Generic[S]):
             loop.call_soon(loop.stop)  # after the tasks' callbacks
 
 
-class BlockingClient(Generic[S]):
+class Client(Generic[S]):
+    """What a client for threads and one for asyncio share: their arguments, and the models that they ask."""
+
+    _session_class: ClassVar[Any] = Session
+    _asks: ClassVar[str]
+    """What it asks, for the error of a server that has no such model."""
+
+    def __init__(self, url: Any, model: Any, options: ClientArgs) -> None:
+        # Without credentials a copy reads the environment where it arrives, so that no pickle holds a key from there.
+        self._arguments = (url, model, options)
+        self._model = model
+        self._addresses = addresses(url, options["credentials"])
+
+    def __reduce__(self) -> Any:
+        url, model, options = self._arguments
+        cls: Callable[..., Any] = type(self)
+        return functools.partial(cls, **options), (url, model)
+
+    def __repr__(self) -> str:
+        urls = [address.url for address in self._addresses]
+        return f"{type(self).__name__}({(urls[0] if len(urls) == 1 else urls)!r}, {self._model!r})"
+
+    def _new_session(self) -> S:
+        _, _, options = self._arguments
+        made: S = self._session_class(self._addresses, options["policy"], options["max_in_flight"], self._asks)
+        return made
+
+    def _main_model(self) -> str:
+        return self._model
+
+    def _models_to_await(self) -> list[str]:
+        return [self._main_model()]
+
+
+class BlockingClient(Client[S]):
     """A client for threads: safe to use from many, and after a fork; closes by itself when nobody holds it.
 
     Over gRPC, fork while no call is under way; else the child's calls raise GuerdonError.
     """
 
-    def __init__(self, new_session: Callable[[], S], arguments: Arguments) -> None:
-        self._new_session = new_session
-        self._arguments = arguments
+    def __init__(self, url: Any, model: Any, options: ClientArgs) -> None:
+        super().__init__(url, model, options)
         self._open()
 
     def wait_ready(self, timeout_s: float = 600.0) -> None:
@@ -212,27 +251,19 @@ class BlockingClient(Generic[S]):
         """Ends at once: futures without a result end with Cancelled."""
         self._finalizer()
 
-    def __repr__(self) -> str:
-        return _describe(self, self._thread.session, self._arguments)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __reduce__(self) -> Any:
-        return _rebuild, (type(self), *self._arguments)
-
-    def _main_model(self) -> str:
-        raise NotImplementedError
-
-    def _models_to_await(self) -> list[str]:
-        return [self._main_model()]
+    @property
+    def _session(self) -> S:
+        return self._here().session
 
     @property
     def _caller(self) -> Caller:
-        return self._here().session.caller
+        return self._session.caller
 
     def _open(self) -> None:
         self._thread = LoopThread(self._new_session())
@@ -250,6 +281,9 @@ class BlockingClient(Generic[S]):
         thread.start(lambda is_wanted: asyncio.create_task(run(steps, priority, is_wanted, step)), future, self)
         return future
 
+    def _ask(self, call: Call[T]) -> T:
+        return self._call(self._caller.ask(call), call.priority)
+
     def _call(self, steps: Steps[T], priority: int = 0) -> T:
         is_done, outcome = self._here().session.run_here(steps)
         return outcome if is_done else self._wait(self._submit(steps, priority, outcome))
@@ -263,32 +297,29 @@ class BlockingClient(Generic[S]):
             raise
 
 
-class AsyncClient(Generic[S]):
+class AsyncClient(Client[S]):
     """A client for one event loop; close it with `aclose` or `async with`."""
 
-    def __init__(self, session: S, arguments: Arguments) -> None:
-        self._session = session
-        self._arguments = arguments
+    def __init__(self, url: Any, model: Any, options: ClientArgs) -> None:
+        super().__init__(url, model, options)
+        self._session = self._new_session()
 
     async def wait_ready(self, timeout_s: float = 600.0) -> None:
         """Returns when a server has the model ready; raises DeadlineExceeded with the answer of each server."""
         for model in self._models_to_await():
-            await self._session.run(self._session.caller.wait_ready(model, timeout_s))
+            await self._session.run(self._caller.wait_ready(model, timeout_s))
 
     async def info(self) -> ModelSignature:
         """Returns the inputs and outputs of the model; of a critic, those of the model that gives the values."""
-        return await self._session.run(self._session.caller.describe(self._main_model()))
+        return await self._session.run(self._caller.describe(self._main_model()))
 
     async def config(self) -> dict[str, Any]:
         """Returns the configuration, in Triton's terms, of the model that `info` describes."""
-        return await self._session.run(self._session.caller.configuration(self._main_model()))
+        return await self._session.run(self._caller.configuration(self._main_model()))
 
     async def aclose(self) -> None:
         """Closes the connections; further calls raise Cancelled."""
         await self._session.close()
-
-    def __repr__(self) -> str:
-        return _describe(self, self._session, self._arguments)
 
     async def __aenter__(self) -> Self:
         return self
@@ -298,14 +329,12 @@ class AsyncClient(Generic[S]):
     ) -> None:
         await self.aclose()
 
-    def __reduce__(self) -> Any:
-        return _rebuild, (type(self), *self._arguments)
+    @property
+    def _caller(self) -> Caller:
+        return self._session.caller
 
-    def _main_model(self) -> str:
-        raise NotImplementedError
-
-    def _models_to_await(self) -> list[str]:
-        return [self._main_model()]
+    async def _ask(self, call: Call[T]) -> T:
+        return await self._session.run(self._caller.ask(call), call.priority)
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
@@ -334,20 +363,3 @@ def _clear_frames(error: BaseException) -> None:
         seen.add(id(link))
         traceback.clear_frames(link.__traceback__)
         link = link.__cause__ or link.__context__
-
-
-def _describe(client: object, session: Session, arguments: Arguments) -> str:
-    """Returns a client's repr: its class, its addresses without keys, and the model's or the critic's name."""
-    urls = [endpoint.url for endpoint in session.caller.endpoints.all]
-    return f"{type(client).__name__}({(urls[0] if len(urls) == 1 else urls)!r}, {arguments[1]!r})"
-
-
-def _rebuild(
-    cls: Callable[..., T],
-    url: Any,
-    model: Any,
-    policy: RetryPolicy,
-    max_in_flight: int,
-    credentials: Credentials | None,
-) -> T:
-    return cls(url, model, policy=policy, max_in_flight=max_in_flight, credentials=credentials)

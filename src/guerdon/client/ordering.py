@@ -222,17 +222,11 @@ class AsyncTrainFuture(asyncio.Future[TrainReport]):
         self.was_seen |= self.done() and not self.cancelled()
 
 
-_ASKS = (
-    "a CriticClient asks what guerdon serve-critic serves: of a critic named NAME the models NAME_infer, NAME_train "
-    "and so on"
-)
-
-
 class OrderedSession(Session):
     """A session whose calls go in the order in which they are made; one that goes alone waits for all before it."""
 
-    def __init__(self, addresses: list[Address], policy: RetryPolicy, max_in_flight: int) -> None:
-        super().__init__(addresses, policy, max_in_flight, _ASKS)
+    def __init__(self, addresses: list[Address], policy: RetryPolicy, max_in_flight: int, asks: str = "") -> None:
+        super().__init__(addresses, policy, max_in_flight, asks)
         self.failures = Failures()
         self.reset_check = ResetCheck()
         self._turnstile: Turnstile[asyncio.Future[None]] = Turnstile()

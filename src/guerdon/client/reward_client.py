@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, TypedDict, Unpack
 
-from guerdon.client.addresses import Credentials, addresses
 from guerdon.client.calls import (
     Conversations,
     Integers,
     Scores,
     Texts,
     TokenRows,
-    known,
+    accept,
     make_request,
     prepare_score,
     takes,
 )
 from guerdon.client.driver import Session
-from guerdon.client.faces import AsyncClient, BlockingClient
-from guerdon.client.retry import RetryPolicy
-from guerdon.core import ScoreRequest
+from guerdon.client.faces import DEFAULTS, AsyncClient, BlockingClient, ClientArgs
 
-_DEFAULT_POLICY = RetryPolicy()
 _ASKS = "a RewardClient asks what gives rewards, such as guerdon serve serves"
 
 
@@ -61,65 +56,42 @@ class RewardClient(BlockingClient[Session]):
     Over gRPC, fork while no call is under way; else the child's calls raise GuerdonError.
     """
 
-    def __init__(
-        self,
-        url: str | Sequence[str],
-        model: str = "reward_model",
-        *,
-        policy: RetryPolicy = _DEFAULT_POLICY,
-        max_in_flight: int = 128,
-        credentials: Credentials | None = None,
-    ) -> None:
+    _asks = _ASKS
+
+    @takes(ClientArgs, DEFAULTS)
+    def __init__(self, url: str | Sequence[str], model: str = "reward_model", **options: Unpack[ClientArgs]) -> None:
         """Raises InvalidRequest for a malformed URL; connects at the first call."""
-        self._model = model
-        new_session = functools.partial(Session, addresses(url, credentials), policy, max_in_flight, _ASKS)
-        super().__init__(new_session, (url, model, policy, max_in_flight, credentials))
+        super().__init__(url, model, DEFAULTS | accept(RewardClient.__init__, options))
 
     @takes(ScoreArgs)
     def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
         """Returns the samples' scores; blocks. Raises the class that the server raised."""
-        request = make_request(**known(self.score, samples))
-        return self._call(self._caller.ask(prepare_score(self._model, request)), request.priority)
+        return self._ask(prepare_score(self._model, make_request(**accept(self.score, samples))))
 
     @takes(ScoreArgs)
     def submit(self, **samples: Unpack[ScoreArgs]) -> Future[Scores]:
         """Returns a future of `score`'s result, at once; thousands may be under way."""
-        request = make_request(**known(self.submit, samples))
-        return self._submit(self._caller.ask(prepare_score(self._model, request)), request.priority)
-
-    def _main_model(self) -> str:
-        return self._model
+        call = prepare_score(self._model, make_request(**accept(self.submit, samples)))
+        return self._submit(self._caller.ask(call), call.priority)
 
 
 class AsyncRewardClient(AsyncClient[Session]):
     """`RewardClient` for one event loop: the same arguments, with `await`; close it with `aclose` or `async with`."""
 
-    def __init__(
-        self,
-        url: str | Sequence[str],
-        model: str = "reward_model",
-        *,
-        policy: RetryPolicy = _DEFAULT_POLICY,
-        max_in_flight: int = 128,
-        credentials: Credentials | None = None,
-    ) -> None:
+    _asks = _ASKS
+
+    @takes(ClientArgs, DEFAULTS)
+    def __init__(self, url: str | Sequence[str], model: str = "reward_model", **options: Unpack[ClientArgs]) -> None:
         """Raises InvalidRequest for a malformed URL; connects at the first call."""
-        self._model = model
-        session = Session(addresses(url, credentials), policy, max_in_flight, _ASKS)
-        super().__init__(session, (url, model, policy, max_in_flight, credentials))
+        super().__init__(url, model, DEFAULTS | accept(AsyncRewardClient.__init__, options))
 
     @takes(ScoreArgs)
     async def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
         """Returns what `RewardClient.score` returns. Cancelling the task cancels the request, at the server too."""
-        return await self._score(make_request(**known(self.score, samples)))
+        return await self._ask(prepare_score(self._model, make_request(**accept(self.score, samples))))
 
     @takes(ScoreArgs)
     def submit(self, **samples: Unpack[ScoreArgs]) -> asyncio.Task[Scores]:
         """Returns a task of `score`, started at once."""
-        return asyncio.create_task(self._score(make_request(**known(self.submit, samples))))
-
-    async def _score(self, request: ScoreRequest) -> Scores:
-        return await self._session.run(self._session.caller.ask(prepare_score(self._model, request)), request.priority)
-
-    def _main_model(self) -> str:
-        return self._model
+        call = prepare_score(self._model, make_request(**accept(self.submit, samples)))
+        return asyncio.create_task(self._ask(call))

@@ -153,6 +153,7 @@ def _prepare(
         lambda reply, queue_s, compute_s: _parse(reply, request, outputs, given, queue_s, compute_s),
         calls.estimate_cost(request),
         request.timeout_s,
+        priority=request.priority,
     )
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Literal, Unpack
 
-from guerdon.client.addresses import Credentials, addresses
-from guerdon.client.calls import Call, known, takes
+from guerdon.client.calls import accept, takes
 from guerdon.client.driver import Session
-from guerdon.client.faces import AsyncClient, BlockingClient
-from guerdon.client.retry import RetryPolicy
+from guerdon.client.faces import DEFAULTS, AsyncClient, BlockingClient, ClientArgs
 from guerdon.client.teacher_calls import (
     GivenIds,
     TeacherAnswers,
@@ -24,7 +21,6 @@ from guerdon.client.teacher_calls import (
 )
 from guerdon.client.teacher_head import Head
 
-_DEFAULT_POLICY = RetryPolicy()
 _ASKS = "a TeacherClient asks what guerdon serve-teacher serves"
 
 
@@ -35,35 +31,28 @@ class TeacherClient(BlockingClient[Session]):
     question.
     """
 
-    def __init__(
-        self,
-        url: str | Sequence[str],
-        model: str = "teacher",
-        *,
-        policy: RetryPolicy = _DEFAULT_POLICY,
-        max_in_flight: int = 128,
-        credentials: Credentials | None = None,
-    ) -> None:
+    _asks = _ASKS
+
+    @takes(ClientArgs, DEFAULTS)
+    def __init__(self, url: str | Sequence[str], model: str = "teacher", **options: Unpack[ClientArgs]) -> None:
         """Raises InvalidRequest for a malformed URL; connects at the first call."""
-        self._model = model
-        new_session = functools.partial(Session, addresses(url, credentials), policy, max_in_flight, _ASKS)
-        super().__init__(new_session, (url, model, policy, max_in_flight, credentials))
+        super().__init__(url, model, DEFAULTS | accept(TeacherClient.__init__, options))
 
     @takes(TeacherArgs)
     def logprobs(self, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of the samples' own tokens; blocks. Raises the class that the server raised."""
-        return self._ask(prepare_logprobs(self._model, known(self.logprobs, samples)), samples)
+        return self._ask(prepare_logprobs(self._model, accept(self.logprobs, samples)))
 
     @takes(TeacherArgs)
     def submit(self, **samples: Unpack[TeacherArgs]) -> Future[TeacherAnswers]:
         """Returns a future of `logprobs`'s result, at once; thousands may be under way."""
-        call = prepare_logprobs(self._model, known(self.submit, samples))
-        return self._submit(self._caller.ask(call), samples.get("priority", 0))
+        call = prepare_logprobs(self._model, accept(self.submit, samples))
+        return self._submit(self._caller.ask(call), call.priority)
 
     @takes(TeacherArgs)
     def top(self, k: int, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the `k` likeliest ids of each asked token with their log-probs, and what `logprobs` returns."""
-        return self._ask(prepare_top(self._model, k, known(self.top, samples)), samples)
+        return self._ask(prepare_top(self._model, k, accept(self.top, samples)))
 
     @takes(TeacherArgs)
     def given(self, ids: GivenIds, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
@@ -72,7 +61,7 @@ class TeacherClient(BlockingClient[Session]):
         `ids` has one entry a sample: K ids for all of its tokens, or `[n, K]` for its n asked tokens in order, of which
         -1 are pads.
         """
-        return self._ask(prepare_given(self._model, ids, known(self.given, samples)), samples)
+        return self._ask(prepare_given(self._model, ids, accept(self.given, samples)))
 
     @takes(TeacherArgs)
     def hidden(self, *, dtype: Literal["bfloat16"] | None = None, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
@@ -80,17 +69,11 @@ class TeacherClient(BlockingClient[Session]):
 
         A `dtype` of bfloat16 rounds the states of a float32 model, which halves what is sent.
         """
-        return self._ask(prepare_hidden(self._model, dtype, known(self.hidden, samples)), samples)
+        return self._ask(prepare_hidden(self._model, dtype, accept(self.hidden, samples)))
 
     def head(self, known: Head | None = None) -> Head:
         """Fetches the head over HTTP; returns `known` if it is still the same. Raises Unsupported over gRPC."""
         return self._call(fetch_head(self._caller, self._model, known))
-
-    def _ask(self, call: Call[TeacherAnswers], samples: TeacherArgs) -> TeacherAnswers:
-        return self._call(self._caller.ask(call), samples.get("priority", 0))
-
-    def _main_model(self) -> str:
-        return self._model
 
 
 class AsyncTeacherClient(AsyncClient[Session]):
@@ -99,48 +82,35 @@ class AsyncTeacherClient(AsyncClient[Session]):
     Cancelling a task cancels its request, at the server too.
     """
 
-    def __init__(
-        self,
-        url: str | Sequence[str],
-        model: str = "teacher",
-        *,
-        policy: RetryPolicy = _DEFAULT_POLICY,
-        max_in_flight: int = 128,
-        credentials: Credentials | None = None,
-    ) -> None:
+    _asks = _ASKS
+
+    @takes(ClientArgs, DEFAULTS)
+    def __init__(self, url: str | Sequence[str], model: str = "teacher", **options: Unpack[ClientArgs]) -> None:
         """Raises InvalidRequest for a malformed URL; connects at the first call."""
-        self._model = model
-        session = Session(addresses(url, credentials), policy, max_in_flight, _ASKS)
-        super().__init__(session, (url, model, policy, max_in_flight, credentials))
+        super().__init__(url, model, DEFAULTS | accept(AsyncTeacherClient.__init__, options))
 
     @takes(TeacherArgs)
     async def logprobs(self, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of the samples' own tokens."""
-        return await self._ask(prepare_logprobs(self._model, known(self.logprobs, samples)), samples)
+        return await self._ask(prepare_logprobs(self._model, accept(self.logprobs, samples)))
 
     @takes(TeacherArgs)
     async def top(self, k: int, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the `k` likeliest ids of each asked token with their log-probs, and what `logprobs` returns."""
-        return await self._ask(prepare_top(self._model, k, known(self.top, samples)), samples)
+        return await self._ask(prepare_top(self._model, k, accept(self.top, samples)))
 
     @takes(TeacherArgs)
     async def given(self, ids: GivenIds, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of `ids`, as `TeacherClient.given` takes them, and what `logprobs` returns."""
-        return await self._ask(prepare_given(self._model, ids, known(self.given, samples)), samples)
+        return await self._ask(prepare_given(self._model, ids, accept(self.given, samples)))
 
     @takes(TeacherArgs)
     async def hidden(
         self, *, dtype: Literal["bfloat16"] | None = None, **samples: Unpack[TeacherArgs]
     ) -> TeacherAnswers:
         """Returns what the head turns into the logits of each asked token."""
-        return await self._ask(prepare_hidden(self._model, dtype, known(self.hidden, samples)), samples)
+        return await self._ask(prepare_hidden(self._model, dtype, accept(self.hidden, samples)))
 
     async def head(self, known: Head | None = None) -> Head:
         """Fetches the head over HTTP; returns `known` if it is still the same. Raises Unsupported over gRPC."""
-        return await self._session.run(fetch_head(self._session.caller, self._model, known))
-
-    async def _ask(self, call: Call[TeacherAnswers], samples: TeacherArgs) -> TeacherAnswers:
-        return await self._session.run(self._session.caller.ask(call), samples.get("priority", 0))
-
-    def _main_model(self) -> str:
-        return self._model
+        return await self._session.run(fetch_head(self._caller, self._model, known))
