@@ -26,8 +26,7 @@ SCORE = {  # the last moment is the destination, and not counted
 TRAIN = {
     "head": HEAD,
     "decoded": DECODED,
-    "reserved": ("batching/loop.py", "Loop.order"),
-    "queued": ("batching/loop.py", "Loop.fill"),
+    "queued": ("batching/loop.py", "Loop.order"),
     "journalled": ("critic/store.py", "Journal.append"),
     "stepped": ("training/optimiser.py", "Optimiser.apply"),
     "acknowledged": ("critic/store.py", "Journal.mark_done"),

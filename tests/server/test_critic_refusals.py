@@ -113,7 +113,7 @@ async def test_whatever_does_not_end_in_success_is_said_once_and_counted(tmp_pat
             await train(service, request("refused", 1))
         with pytest.raises(Overloaded):
             await state(service)
-        assert [text.split(": ")[:2] for text in said] == [["train", "Overloaded"], ["state", "Overloaded"]]
+        assert [text.split(": ")[:2] for text in said] == [["train refused", "Overloaded"], ["state", "Overloaded"]]
         service.trainer.go.set()
         await asyncio.gather(blocked, queued)
         assert counted(service) == {"InvalidRequest": 1, "TrainFailed": 1, "Offloaded": 1, "Overloaded": 1, "ok": 2}
@@ -173,7 +173,7 @@ async def test_requests_are_done_in_order_of_arrival_however_long_they_take_to_d
 
 
 @pytest.mark.parametrize("how", ["malformed", "wrong", "left", "known", "bug"])
-async def test_a_dropped_reservation_holds_nobody_up(how: str) -> None:
+async def test_a_request_that_cannot_be_read_holds_nobody_up(how: str) -> None:
     async with running() as service:
         await train(service, request("known", 1))
         asked = request("known", 1) if how == "known" else request("wrong", float("inf"))
@@ -198,10 +198,10 @@ async def test_stopping_does_not_wait_for_requests_that_are_not_decoded() -> Non
         behind = asyncio.create_task(train(service, request("behind", 2)))
         await asyncio.sleep(0.01)
         await asyncio.to_thread(service.stop)
-        assert (await behind).step == 1
         coming.go.set()
-        with pytest.raises(Unavailable, match="stopping"):
-            await first
+        for one in (first, behind):
+            with pytest.raises(Unavailable, match="stopping"):
+                await one
 
 
 async def test_the_same_id_behind_a_return_is_another_request_also_when_decoded_late(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from guerdon.core import Sequence
 from guerdon.errors import Overloaded
 from guerdon.server.batching.jobs import Job, Limits
-from guerdon.server.batching.orders import Reservation
+from guerdon.server.batching.orders import Order
 from guerdon.server.batching.scheduler import Scheduler
 from guerdon.server.batching.sharing import Shares
 
@@ -276,7 +276,7 @@ def test_a_request_not_yet_decoded_is_refused_only_if_it_could_find_no_room() ->
 
 def test_the_room_of_what_is_held_behind_an_order_is_its_clients() -> None:
     s = scheduler(("a", "b"), max_queue_sequences=8)
-    place = Reservation()
+    place = Order(lambda group: None)
     s.orders.add(place)
     assert sum(not refused(s, job("a", 1, start=i)) for i in range(20)) == 5  # and one is the order's
     assert sum(not refused(s, job("b", 1, start=100 + i)) for i in range(20)) == 2

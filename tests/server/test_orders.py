@@ -8,7 +8,7 @@ import pytest
 from guerdon.core import Sequence
 from guerdon.errors import Overloaded
 from guerdon.server.batching.jobs import Batch, Job, Limits
-from guerdon.server.batching.orders import Order, Reservation
+from guerdon.server.batching.orders import Order
 from guerdon.server.batching.scheduler import Scheduler
 
 
@@ -24,7 +24,7 @@ def job(num_sequences: int = 1, length: int = 10, priority: int = 0) -> Job:
     return Job([Sequence(np.full(length, i)) for i in range(num_sequences)], priority)
 
 
-def enqueue(s: Scheduler, *items: Job | Order | Reservation) -> None:
+def enqueue(s: Scheduler, *items: Job | Order) -> None:
     for item in items:
         s.add(item) if isinstance(item, Job) else s.orders.add(item)
 
@@ -103,36 +103,6 @@ def test_a_held_score_is_dropped_if_its_client_disconnects() -> None:
 
 def test_dropping_all_gives_everything_back() -> None:
     s, a, train, b = scheduler(), job(), order(3, 3), job()
-    enqueue(s, a, train, b, Reservation())
+    enqueue(s, a, train, b)
     assert s.drop_all() == ([a, b], [train])
     assert take_all(s) == [] and waiting(s) == (0, 0)
-
-
-def test_a_reservation_holds_its_place_and_those_behind_it() -> None:
-    s, before, place, behind, train = scheduler(), job(), Reservation(), job(), order(3, 30)
-    enqueue(s, before, place, behind)
-    assert take_all(s) == [{before}] and s.starts_at() is None
-    assert s.orders.fill(place, train) and s.starts_at() == 0.0
-    assert waiting(s) == (4, 40)
-    assert take_all(s) == [train, {behind}]
-    assert not s.orders.fill(place, train)
-
-
-def test_a_reservation_that_is_dropped_lets_those_behind_it_go() -> None:
-    s, place, behind, train, last = scheduler(), Reservation(), job(), order(), job()
-    enqueue(s, place, behind, train, last)
-    assert s.orders.drop(place) and not s.orders.drop(place)
-    assert waiting(s) == (3, 20)
-    assert take_all(s) == [{behind}, train, {last}]
-    enqueue(s, train, place)
-    assert s.orders.drop_reservations() and not s.orders.drop_reservations()
-    assert take_all(s) == [train]
-
-
-def test_a_reservation_without_room_for_its_order_stays() -> None:
-    s, place = scheduler(max_queue_sequences=4), Reservation()
-    enqueue(s, order(2, 20), place)
-    with pytest.raises(Overloaded):
-        s.orders.fill(place, order(3, 30))
-    assert waiting(s) == (3, 20)
-    assert s.orders.fill(place, order(2, 20)) and waiting(s) == (4, 40)

@@ -241,10 +241,10 @@ class Repository:
         def switch(group: Executor) -> None:
             group.execute(Command(signal, name))
             if served is not None:
-                self._loops.computing(name).change(name, self._limits(config, served))
+                self._loops.of[name].change(name, self._limits(config, served))
 
         order = Order(switch)
-        self._loops.computing(name).order(name, order, finds_room=True)
+        self._loops.of[name].order(name, order, finds_room=True)
         # No await between: the next request queues behind the order.
         self._catalog.put(name, config, served)
         try:
@@ -264,7 +264,7 @@ class Repository:
         if self._is_alone:
             return await _on_a_thread(lambda: self._group.execute(command))
         order = Order(lambda group: group.execute(command))
-        self._loops.computing(name).order(name, order, finds_room=True)
+        self._loops.of[name].order(name, order, finds_room=True)
         return await asyncio.wrap_future(order.outcome)
 
 

@@ -82,12 +82,12 @@ class Reader(Workers):
         self._warned: set[ModelInfo] = set()
 
     async def read(
-        self, entry: Entry, request: ScoreRequest, client: str, check_room: Callable[[], None]
+        self, entry: Entry, request: ScoreRequest, client: str
     ) -> tuple[Served, list[Sequence], list[InvalidRequest | None], Plan | None]:
         """Returns what serves when this returns, the samples' sequences, and what is wrong with each, if anything.
 
-        A judge's sequences are the questions of its plan, which comes last. Calls `check_room` before any work on text,
-        and raises what that raises; InvalidRequest if the model cannot read such samples, Unavailable if unloaded.
+        A judge's sequences are the questions of its plan, which comes last. Raises InvalidRequest if the model cannot
+        read such samples, Unavailable if it is unloaded.
         """
         while True:
             served = entry.loaded()
@@ -95,14 +95,12 @@ class Reader(Workers):
             check(served, request)
             lengths = request.prompt_lengths
             if isinstance(request, NextTokenRequest):
-                check_room()
                 sequences, errors = await self._read_parts(served, request, client)
                 if entry.served is served:
                     return served, sequences, errors, None
                 continue
             if served.info.kind == "judge":
                 assert isinstance(served, Judge)
-                check_room()
                 made = await self._read_for_judge(served, request, client)
                 if entry.served is served:
                     return served, *made
@@ -110,8 +108,6 @@ class Reader(Workers):
             if request.tokens is not None:
                 rows: Rows = request.tokens
             else:
-                if served.encoder is not None:
-                    check_room()
                 if _is_apart(request, served.info):
                     rows, lengths = await self._read_joined(served, request, client)
                 else:

@@ -123,9 +123,7 @@ class Service:
         allowed_s = request.timeout_s or (None if is_critics else self.timeout_s)
         try:
             async with asyncio.timeout(allowed_s):
-                served, sequences, errors, plan = await self.reader.read(
-                    entry, request, client, lambda: self.loops.of[name].check_room(name, len(request), client=client)
-                )
+                served, sequences, errors, plan = await self.reader.read(entry, request, client)
                 accepted = [s for s, error in zip(sequences, errors, strict=True) if error is None]
                 hold(accepted, served.info)
                 job = Job(accepted, request.priority, started, client, started + (allowed_s or math.inf))
@@ -136,6 +134,8 @@ class Service:
                     assert self._asyncio is not None, "start() comes first"
                     job.owner = scored = self._asyncio.create_future()
                     job.traced = tracing.part(name)
+                    if is_critics:
+                        await self.critic.wait_for_turn()  # type: ignore[union-attr]
                     self.loops.of[name].submit(name, job)
                     try:
                         await scored
@@ -194,7 +194,7 @@ class Service:
         """Does a critic's operation; raises what `Critic.call` raises."""
         assert self.critic is not None
         tracing.tell(model=name)
-        loop = self.loops.computing(self.critic.scorer_name)
+        loop = self.loops.of[self.critic.scorer_name]
         return await self.critic.call(self.catalog.operations[name].operation, request, loop, client)
 
     # -------------------------------------------------------------------------------- readiness and shutdown

@@ -1,4 +1,4 @@
-"""A thread that computes: takes its models' next batch or order, executes it, hands the results back."""
+"""Threads that compute: each takes its models' next batch or order, executes it, hands the results back."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from guerdon.server import tracing
 from guerdon.server.batching.budget import Budgets
 from guerdon.server.batching.halving import Executor, Halving, check_count
 from guerdon.server.batching.jobs import Batch, Job, Limits
-from guerdon.server.batching.orders import Order, Reservation
+from guerdon.server.batching.orders import Order
 from guerdon.server.batching.recheck import Recheck
+from guerdon.server.batching.room import Pace
 from guerdon.server.batching.scheduler import Scheduler
 from guerdon.server.logs import failure, without_frames
 from guerdon.server.metrics import Metrics
@@ -35,6 +36,9 @@ class Loop:
     Calls `deliver(jobs)` on that thread with the jobs that a batch completed, and `on_crash()` if the thread
     crashes; then `loss` says why, and every waiting job fails. `recheck` is the share of results, by model, that is
     scored again by the plain forward, and compared as exactly as the model's `dtypes` allow.
+
+    An isolated function has a thread for each of its `num_children`, which takes one sample at a time: a sample that
+    runs to its deadline holds up a thread, but no other sample and no other model.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Loop:
         recheck: Mapping[str, float] | None = None,
         dtypes: Mapping[str, str] | None = None,
         traces: tracing.Traces | None = None,
+        num_children: int = 0,
     ) -> None:
         self._group = group
         self._schedulers = dict(schedulers)
@@ -59,17 +64,20 @@ class Loop:
         self._recheck = Recheck(recheck or {}, dtypes or {}, metrics)
         self._budgets = Budgets(metrics)
         self._wake = threading.Condition()
-        self._is_stopping = False
+        self._is_stopping = self._is_closed = False
         self.loss: GuerdonError | None = None
-        self._running: Batch | Order = Batch()
-        self._running_model = ""
-        self._thread = threading.Thread(target=self._run, name="guerdon-loop", daemon=True)
+        self._running: dict[object, tuple[str, Batch | Order]] = {}  # by thread, or what else runs it
+        self._num_children = num_children
+        self._threads = [
+            threading.Thread(target=self._run, name="guerdon-loop", daemon=True) for _ in range(num_children or 1)
+        ]
         for name, scheduler in schedulers.items():
             self.change(name, scheduler.limits)
 
     def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
 
     # ------------------------------------------------------------------------------- called by other threads
 
@@ -78,29 +86,22 @@ class Loop:
         with self._wake:
             self._check_accepting(_STOPPING_SCORES)
             self._schedulers[model].add(job, time.monotonic())
-            self._wake.notify()
+            self._notify()
 
-    def order(self, model: str, order: Order | Reservation, *, finds_room: bool = False) -> None:
-        """Queues an order behind all requests so far, or reserves its place; raises as `submit`.
+    def order(self, model: str, order: Order, *, finds_room: bool = False) -> None:
+        """Queues an order behind all requests so far; raises as `submit`.
 
         One that `finds_room` is accepted even if the queue is full.
         """
         with self._wake:
             self._check_accepting(_STOPPING)
             self._schedulers[model].orders.add(order, finds_room=finds_room)
-            self._wake.notify()
+            self._notify()
 
-    def fill(self, model: str, reservation: Reservation, order: Order) -> None:
-        """Puts the order in its reserved place; raises as `submit`, and then the reservation stays."""
-        with self._wake:
-            if not self._schedulers[model].orders.fill(reservation, order):
-                raise Unavailable(_STOPPING)
-            self._wake.notify()
-
-    def drop(self, model: str, order: Order | Reservation) -> bool:
+    def drop(self, model: str, order: Order) -> bool:
         """Takes an order out; returns False if it has begun, else its outcome will never come."""
         with self._wake:
-            self._wake.notify()  # for those that it held back
+            self._notify()  # for those that it held back
             return self._schedulers[model].orders.drop(order)
 
     def cancel(self, model: str, job: Job) -> None:
@@ -136,11 +137,10 @@ class Loop:
         """Returns by model the requests and orders that run, at least in part, and those that wait."""
         counts = {}
         with self._wake:
-            jobs, orders = self._running_work()
             for name, scheduler in self._schedulers.items():
                 begun, num_waiting = scheduler.requests()
-                is_running = name == self._running_model
-                counts[name] = (len(begun.union(jobs)) + len(orders) if is_running else len(begun), num_waiting)
+                jobs, orders = self._running_work(name)
+                counts[name] = (len(begun.union(jobs)) + len(orders), num_waiting)
         return counts
 
     def _check_accepting(self, else_say: str) -> None:
@@ -151,45 +151,69 @@ class Loop:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread is alive; it may be inside a command."""
-        return self._thread.is_alive()
+        """Whether a thread is alive; it may be inside a command."""
+        return any(thread.is_alive() for thread in self._threads)
 
     def stop(self, timeout_s: float) -> bool:
-        """Finishes what is queued, then ends the thread and the worker of every rank; waits at most `timeout_s`.
+        """Finishes what is queued, then ends the threads and the worker of every rank; waits at most `timeout_s`.
 
-        Returns whether the thread has ended. `loss` says if a rank was lost or the thread crashed.
+        Returns whether the threads have ended. `loss` says if a rank was lost or a thread crashed.
         """
         with self._wake:
             self._is_stopping = True
-            self._wake.notify()
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+            self._notify(for_all=True)
+        self._join(timeout_s)
+        return not self.is_running
+
+    def close(self) -> None:
+        """Ends the child processes of an isolated function, and with them what still runs; idempotent."""
+        if not self._num_children or self._is_closed:
+            return
+        self._is_closed = True
+        self._fail(Unavailable(_STOPPING_SCORES), *self._drop_all())
+        for name in self._schedulers:
+            self._group.execute(Command(Signal.UNLOAD, name))
 
     def fail_waiting(self, loss: GuerdonError) -> None:
         """Fails all that waits; accepts nothing more, and no command follows the running one. Thread-safe."""
-        with self._wake:
-            self.loss, self._is_stopping = loss, True
-            dropped = [scheduler.drop_all() for scheduler in self._schedulers.values()]
-            self._wake.notify()
-        jobs = {job: None for waiting, _ in dropped for job in waiting}
-        self._fail(loss, list(jobs), [order for _, waiting in dropped for order in waiting])
+        self._fail(loss, *self._drop_all(loss))
 
     def fail(self, loss: RanksLost, breaks_s: float) -> None:
         """Fails from another thread what waits at once, and what runs unless it ends by itself within `breaks_s`."""
         self.fail_waiting(loss)
-        if self._thread.is_alive():
-            self._thread.join(breaks_s)
+        self._join(breaks_s)
         self._fail(loss, *self._running_work())
 
-    def _running_work(self) -> tuple[list[Job], list[Order]]:
-        running = self._running
-        return ([], [running]) if isinstance(running, Order) else (list(running.jobs()), [])
+    def _notify(self, *, for_all: bool = False) -> None:
+        """Wakes a thread, or all of them, to look at the queues; with the lock."""
+        self._wake.notify(len(self._threads) if for_all else 1)
+
+    def _join(self, timeout_s: float) -> None:
+        ends = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(max(0.0, ends - time.monotonic()))
+
+    def _drop_all(self, loss: GuerdonError | None = None) -> tuple[list[Job], list[Order]]:
+        """Empties the queues; after a `loss` nothing more is accepted."""
+        with self._wake:
+            if loss is not None:
+                self.loss, self._is_stopping = loss, True
+            dropped = [scheduler.drop_all() for scheduler in self._schedulers.values()]
+            self._notify(for_all=True)
+        return [job for jobs, _ in dropped for job in jobs], [order for _, orders in dropped for order in orders]
+
+    def _running_work(self, model: str = "") -> tuple[list[Job], list[Order]]:
+        """Returns the jobs and orders that run now, those of a model if it is named."""
+        running = [work for name, work in [*self._running.values()] if not model or name == model]
+        jobs = {job: None for work in running if isinstance(work, Batch) for job in work.jobs()}
+        return list(jobs), [work for work in running if isinstance(work, Order)]
 
     def _fail(self, error: GuerdonError, jobs: list[Job], orders: list[Order]) -> None:
         for order in orders:
             order.fail(error)
         for job in jobs:
+            job.cancelled = True  # what is computed of it is delivered no more
             job.results = [error if r is None else r for r in job.results]
         self._deliver(jobs)
 
@@ -199,10 +223,12 @@ class Loop:
             self._on_crash()
             self.fail_waiting(error)
             return
-        failure(
-            log, logging.CRITICAL, "the thread that computes has ended; nothing can be scored any more", error=error
-        )
-        unknown = ServerFault("the server cannot compute any more; restart it")
+        self._end_by(error, "the thread that computes has ended; nothing can be scored any more", "compute")
+
+    def _end_by(self, error: BaseException, told: str, ability: str) -> None:
+        """Fails all that waits and runs after an error that ends the thread; what the server cannot do any more."""
+        failure(log, logging.CRITICAL, told, error=error)
+        unknown = ServerFault(f"the server cannot {ability} any more; restart it")
         self.loss = loss = without_frames(error) if isinstance(error, ServerFault) else unknown
         self._on_crash()
         self.fail_waiting(loss)
@@ -211,22 +237,24 @@ class Loop:
     # ------------------------------------------------------------------------------------------- the thread itself
 
     def _run(self) -> None:
+        me = threading.get_ident()
         try:
-            while self._next():
-                if isinstance(self._running, Order):
-                    self._running.execute(self._group)
+            while self._next(me):
+                model, work = self._running[me]
+                if isinstance(work, Order):
+                    work.execute(self._group)
                 else:
                     try:
-                        self._compute(self._running_model, self._running)
+                        self._compute(model, work)
                     except MemoryError as e:  # outside of the forward; `Halving` handles the forward's own
-                        self._fail_batch(e)
-                self._running = Batch()  # frees what ran before it waits for the next
+                        self._fail_batch(model, work, e)
+                del self._running[me], work  # frees what ran before it waits for the next
             if self.loss is None:
                 self._group.execute(Command(Signal.EXIT))
         except BaseException as e:
             self._crash(e)
 
-    def _next(self) -> bool:
+    def _next(self, me: int) -> bool:
         """Waits for the next batch or order, the models taking turns; False when stopping and nothing is left."""
         with self._wake:
             while True:
@@ -244,11 +272,12 @@ class Loop:
                     if taken is not None:
                         self._turn.remove(name)
                         self._turn.append(name)
-                        self._running_model, self._running = name, taken
+                        self._running[me] = name, taken
+                        if self._num_children:
+                            scheduler.room.pace = Pace()  # what one sample takes tells nothing about the next
+                            self._notify()  # another thread, for what else waits
                         return True
                 if self._is_stopping:
-                    if any(s.orders.drop_reservations() for s in self._schedulers.values()):
-                        continue  # with what waited behind them
                     return False
                 starts = [t for s in self._schedulers.values() if (t := s.starts_at()) is not None]
                 self._wake.wait(min(starts) - now if starts else None)
@@ -280,23 +309,24 @@ class Loop:
         self._recheck.after(model, batch, scored, self._group)
 
     def _resolve(self, batch: Batch, scored: Scored, seconds: float) -> None:
-        for (job, i), result in zip(batch.entries, scored.results, strict=True):
-            job.results[i] = result
         finished = []
-        for job, count in batch.jobs().items():
-            job.compute_s += seconds
-            job.weights_version = scored.weights_version or job.weights_version
-            job.unanswered -= count
-            if not job.unanswered and not job.cancelled:
-                finished.append(job)
+        with self._wake:  # other threads may have samples of the same jobs
+            for (job, i), result in zip(batch.entries, scored.results, strict=True):
+                job.results[i] = result
+            for job, count in batch.jobs().items():
+                job.compute_s += seconds
+                job.weights_version = scored.weights_version or job.weights_version
+                job.unanswered -= count
+                if not job.unanswered and not job.cancelled:
+                    finished.append(job)
         if finished:
             self._deliver(finished)
 
-    def _fail_batch(self, error: MemoryError) -> None:
-        """Fails the running batch's jobs, which ran out of memory outside of the forward."""
-        failure(log, logging.ERROR, "%s: out of memory outside of a forward", self._running_model, error=error)
-        jobs, _ = self._running_work()
+    def _fail_batch(self, model: str, batch: Batch, error: MemoryError) -> None:
+        """Fails the jobs of a batch that ran out of memory outside of the forward."""
+        failure(log, logging.ERROR, "%s: out of memory outside of a forward", model, error=error)
+        jobs = list(batch.jobs())
         with self._wake:
             for job in jobs:
-                self._schedulers[self._running_model].cancel(job)
+                self._schedulers[model].cancel(job)
         self._fail(ServerFault("the server's memory ran out; send fewer samples at once"), jobs, [])

@@ -19,7 +19,6 @@ from guerdon.server import tracing
 from guerdon.server.batching.chat_loop import ChatLoop
 from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.jobs import Job
-from guerdon.server.batching.lanes import Lanes
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.scheduler import Scheduler
 from guerdon.server.metrics import Metrics
@@ -60,42 +59,27 @@ class Loops:
         loaded = [(model, info) for model, info in models if not isinstance(model, ChatJudgeConfig)]
         groups = by_device(loaded) if is_alone else {"ranks": loaded}
         self.places = {place: [info.name for _, info in some] for place, some in groups.items()}
-        self._all: list[Loop | ChatLoop] = [
-            Lanes(
-                group,
-                some[0][1].name,
-                schedulers[some[0][1].name],
-                deliver,
-                metrics,
-                on_crash=on_crash,
-                count=num_children,
-                traces=traces,
-            )
-            if is_alone and (num_children := _num_children(some[0][0]))
-            else Loop(
+        self._all: list[Loop] = []
+        for some in groups.values():
+            num_children = _num_children(some[0][0]) if is_alone else 0
+            loop = Loop(
                 group,
                 {info.name: schedulers[info.name] for _, info in some},
                 deliver,
                 metrics,
                 on_crash=on_crash,
-                recheck={info.name: model.recheck_share for model, info in some},
+                recheck={} if num_children else {info.name: model.recheck_share for model, info in some},
                 dtypes={info.name: info.dtype for _, info in some},
                 traces=traces,
+                num_children=num_children,
             )
-            for some in groups.values()
-        ]
+            self._all.append(loop)
         if judges := [model for model, _ in models if isinstance(model, ChatJudgeConfig)]:
             queues = {judge.name: schedulers[judge.name] for judge in judges}
-            self._all.append(ChatLoop(judges, queues, deliver, metrics, on_crash=on_crash))
+            self._all.append(ChatLoop(judges, group, queues, deliver, metrics, on_crash=on_crash))
             self.places[CHAT_JUDGES] = [*queues]
         self._schedulers = schedulers
         self.of = {name: loop for loop, names in zip(self._all, self.places.values(), strict=True) for name in names}
-
-    def computing(self, name: str) -> Loop:
-        """Returns the loop of a model that this server computes itself."""
-        loop = self.of[name]
-        assert isinstance(loop, Loop)
-        return loop
 
     def price(self, name: str, job: Job) -> None:
         """Estimates what a job of many sequences costs, before it is submitted; on any thread."""
@@ -131,8 +115,7 @@ class Loops:
             loop.stop(0.0)  # tell all before waiting for any
         has_ended = all(loop.stop(max(0.0, ends - time.monotonic())) for loop in self._all)
         for loop in self._all:
-            if isinstance(loop, Lanes):
-                loop.close()
+            loop.close()
         return has_ended
 
     def fail_waiting(self, loss: GuerdonError) -> None:

@@ -85,17 +85,6 @@ class Order:
             self.outcome.set_exception(error)
 
 
-class Reservation:
-    """A place in a model's queue for an order that is still being read and checked; all behind it wait for it."""
-
-    num_sequences = 1
-    num_tokens = 0
-
-    def __init__(self, client: str = "") -> None:
-        self.client = client
-        self.traced = tracing.part()
-
-
 class HeldBack:
     """The orders that wait for one model, and the jobs behind them. Not thread-safe: its owner holds a lock.
 
@@ -106,7 +95,7 @@ class HeldBack:
     def __init__(self, room: Room, put: Callable[[Job], None]) -> None:
         self._room = room
         self._put = put
-        self._items: deque[Job | Order | Reservation] = deque()  # never begins with a job
+        self._items: deque[Job | Order] = deque()  # never begins with a job
 
     def __len__(self) -> int:
         return len(self._items)
@@ -114,38 +103,20 @@ class HeldBack:
     @property
     def is_ready(self) -> bool:
         """Whether `take` would return an order."""
-        return bool(self._items) and isinstance(self._items[0], Order)
+        return bool(self._items)
 
-    def add(self, order: Order | Reservation, *, finds_room: bool = False) -> None:
+    def add(self, order: Order, *, finds_room: bool = False) -> None:
         """Queues an order behind everything; raises Overloaded if there is no room, unless it `finds_room` anyway."""
         if not finds_room:
             self._room.check(*_size(order))
         self.hold(order)
 
-    def hold(self, item: Job | Order | Reservation) -> None:
+    def hold(self, item: Job | Order) -> None:
         """Queues an item for which there is room."""
         self._items.append(item)
         self._room.take(*_size(item))
 
-    def fill(self, reservation: Reservation, order: Order) -> bool:
-        """Puts the order in the reserved place; returns False if the reservation was dropped meanwhile.
-
-        Raises Overloaded if there is no room for the order; then the reservation stays.
-        """
-        if reservation not in self._items:
-            return False
-        self._room.give(*_size(reservation))
-        try:
-            self._room.check(order.num_sequences, order.num_tokens, order.client)
-        except BaseException:
-            self._room.take(*_size(reservation))
-            raise
-        self._items[self._items.index(reservation)] = order
-        self._room.take(*_size(order))
-        order.traced = reservation.traced  # it waits since then
-        return True
-
-    def drop(self, item: Job | Order | Reservation) -> bool:
+    def drop(self, item: Job | Order) -> bool:
         """Removes an item; returns False if it was not there, as an order that has begun."""
         if item not in self._items:
             return False
@@ -153,13 +124,6 @@ class HeldBack:
         self._room.give(*_size(item))
         self._release()
         return True
-
-    def drop_reservations(self) -> bool:
-        """Removes all reservations; returns whether there were any."""
-        found = [item for item in self._items if isinstance(item, Reservation)]
-        for reservation in found:
-            self.drop(reservation)
-        return bool(found)
 
     def drop_all(self) -> tuple[list[Job], list[Order]]:
         """Removes everything; returns the jobs and the orders."""
@@ -169,23 +133,24 @@ class HeldBack:
             self._room.give(*_size(item))
             if isinstance(item, Order):
                 orders.append(item)
-            elif not isinstance(item, Reservation):
+            else:
                 item.cancelled = True
                 jobs.append(item)
         self._items.clear()
         return jobs, orders
 
     def take(self) -> Order | None:
-        """Takes the first order out and releases the jobs behind it; None if there is none, or only a reservation."""
-        if not self._items or not isinstance(order := self._items[0], Order):
+        """Takes the first order out and releases the jobs behind it; None if there is none."""
+        if not self._items:
             return None
-        self._items.popleft()
+        order = self._items.popleft()
+        assert isinstance(order, Order)
         self._room.give(*_size(order))
         self._release()
         return order
 
     def _release(self) -> None:
-        while self._items and not isinstance(job := self._items[0], Order | Reservation):
+        while self._items and not isinstance(job := self._items[0], Order):
             self._items.popleft()
             self._put(job)
 
@@ -195,6 +160,6 @@ def log_unsuccessful(what: str, error: BaseException) -> None:
     log.warning("%s: %s: %s", what, type(error).__name__, str(error))
 
 
-def _size(item: Job | Order | Reservation) -> tuple[int, int, str]:
+def _size(item: Job | Order) -> tuple[int, int, str]:
     """Returns the sequences, the tokens and the client that count in the room."""
     return max(1, item.num_sequences), item.num_tokens, item.client

@@ -44,7 +44,7 @@ from guerdon.errors import (
 )
 from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.loop import Loop
-from guerdon.server.batching.orders import Order, Reservation, log_unsuccessful
+from guerdon.server.batching.orders import Order, log_unsuccessful
 from guerdon.server.critic import train_checks
 from guerdon.server.critic.store import MEASURED, Store, TrainOutcome, reused_id
 from guerdon.server.metrics import Metrics
@@ -110,6 +110,7 @@ class Critic:
         self._save_every = config.save_every
         self._is_offloaded = False
         self._fault = ""
+        self._turn = asyncio.Lock()  # held, in order of arrival, from before a request is decoded until it is queued
         self._era = 0  # counts loads: the same id after one is another request
         self._pending: dict[tuple[int, str], tuple[str, Order]] = {}  # (era, id) -> (digest, order)
 
@@ -148,46 +149,42 @@ class Critic:
     async def call(
         self, operation: Operation, asked: TrainRequest | ControlRequest | UnreadRequest, loop: Loop, client: str = ""
     ) -> OperationResult:
-        """Does an operation in the turn of this call, however long its request takes to decode and check.
+        """Does an operation in order of arrival, however long its request takes to decode and check.
 
         An accepted train, offload or onload is done even if the client disconnects. Raises InvalidRequest, Overloaded,
         Offloaded, StorageFailed, TrainFailed, ServerFault, and DeadlineExceeded after the request's `timeout_s`.
         """
-        place = Reservation(client)
-        try:
-            loop.order(self.scorer_name, place)
-        except GuerdonError as e:
-            self.count_refused(operation, e)
-            raise
-        era = self._era
-        self._era += operation is Operation.LOAD
         what, timeout_s = str(operation), None
         try:
-            request = asked if isinstance(asked, TrainRequest | ControlRequest) else await asked.read()
-            timeout_s = request.timeout_s
-            if isinstance(request, ControlRequest):
-                order, is_known = Order(self._work(operation, request), client=client, name=what), False
-                loop.fill(self.scorer_name, place, order)
-            else:
-                request.id = request.id or uuid.uuid4().hex
-                what = f"{operation} {request.id}"
-                if request.tokens.nbytes <= INLINE_BYTES:
-                    digest = train_checks.checked(request, self._trainer.info)
+            async with self._turn:
+                request = asked if isinstance(asked, TrainRequest | ControlRequest) else await asked.read()
+                timeout_s = request.timeout_s
+                if isinstance(request, ControlRequest):
+                    order, is_known = Order(self._work(operation, request), client=client, name=what), False
+                    loop.order(self.scorer_name, order)
+                    self._era += operation is Operation.LOAD
                 else:
-                    digest = await asyncio.to_thread(train_checks.checked, request, self._trainer.info)
-                order, is_known = self._enqueue_rows(operation, request, digest, era, loop, place)
-        except BaseException as e:
-            loop.drop(self.scorer_name, place)
-            if isinstance(e, GuerdonError | asyncio.CancelledError):
-                self.count_refused(operation, e, what)
+                    request.id = request.id or uuid.uuid4().hex
+                    what = f"{operation} {request.id}"
+                    if request.tokens.nbytes <= INLINE_BYTES:
+                        digest = train_checks.checked(request, self._trainer.info)
+                    else:
+                        digest = await asyncio.to_thread(train_checks.checked, request, self._trainer.info)
+                    order, is_known = self._enqueue_rows(operation, request, digest, loop, client)
+        except (GuerdonError, asyncio.CancelledError) as e:
+            self.count_refused(operation, e, what)
             raise
         del request  # frees its arrays if the same request waits already
         if is_known:
-            loop.drop(self.scorer_name, place)
             if not isinstance(asked, TrainRequest | ControlRequest):
                 asked.release()
             self.metrics.add("guerdon_train_requests", 1, self.name, "known")
         return await self._outcome_of(order, operation, what, timeout_s, loop, is_known=is_known)
+
+    async def wait_for_turn(self) -> None:
+        """Waits until all requests that came before are queued; what is queued without another await comes next."""
+        async with self._turn:
+            pass
 
     def count_refused(self, operation: Operation, error: BaseException, what: str = "") -> None:
         """Logs and counts an operation that was refused before it was queued."""
@@ -198,13 +195,13 @@ class Critic:
             self.metrics.add("guerdon_train_requests", 1, self.name, type(error).__name__)
 
     def _enqueue_rows(
-        self, operation: Operation, request: TrainRequest, digest: str, era: int, loop: Loop, place: Reservation
+        self, operation: Operation, request: TrainRequest, digest: str, loop: Loop, client: str
     ) -> tuple[Order, bool]:
-        """Queues a checked train or validate in its place; returns its order and False.
+        """Queues a checked train or validate; returns its order and False.
 
         If the same train request waits or runs already, returns that one's order and True.
         """
-        key = (era, request.id)
+        key = (self._era, request.id)
         if operation is Operation.TRAIN and (pending := self._pending.get(key)) is not None:
             if pending[0] != digest:
                 raise reused_id(request.id)
@@ -212,13 +209,13 @@ class Critic:
         is_train = operation is Operation.TRAIN
         order = Order(
             functools.partial(self._train, request, digest) if is_train else functools.partial(self._validate, request),
-            client=place.client,
+            client=client,
             num_sequences=len(request),
             num_tokens=request.tokens.size,
             then=self._save_if_due if is_train else None,
             name=f"{operation} {request.id}",
         )
-        loop.fill(self.scorer_name, place, order)
+        loop.order(self.scorer_name, order)
         if is_train:
             self._pending[key] = (digest, order)
             order.outcome.add_done_callback(lambda _: self._pending.pop(key, None))

@@ -179,18 +179,25 @@ class Visit(Place):
     async def admit(self, exchange: Exchange[Any]) -> tuple[ModelInfo | OperationInfo, Any]:
         """Reads and decodes the request; returns the model and what is asked of it, for `ask`.
 
-        A critic's request is left to the critic to decode, which keeps its turn meanwhile.
+        A critic's request is not decoded: the critic calls `read` in its turn.
         """
         info = await exchange.read(self)
         self._is_read, self._num_tables = True, exchange.num_tables
-        decode = exchange.take_decoder()
+        decode, num_bytes = functools.partial(exchange.take_decoder(), info), exchange.num_bytes
         if isinstance(info, OperationInfo):
-            return info, UnreadRequest(decode, exchange.num_bytes, info, self)
-        if exchange.num_bytes <= INLINE_BYTES:
-            self.tensors, request = decode(info)
-        else:
-            self.tensors, request = await self.run(functools.partial(decode, info), exchange.num_bytes)
+            self._unread = decode, num_bytes
+            return info, self
+        self.tensors, request = decode() if num_bytes <= INLINE_BYTES else await self.run(decode, num_bytes)
         return info, request
+
+    async def read(self) -> Any:
+        """Decodes a critic's request, once; raises InvalidRequest."""
+        decode, num_bytes = self._unread
+        del self._unread  # with the bytes
+        self.tensors, request = decode() if num_bytes <= INLINE_BYTES else await self.run(decode, num_bytes)
+        assert self.tensors is not None
+        self.tensors.inputs = {}  # it may wait for long: the request alone holds the arrays
+        return request
 
     def ask(self, info: ModelInfo | OperationInfo, request: Any) -> Coroutine[Any, Any, Any]:
         """Returns the coroutine that answers the request."""
@@ -284,33 +291,6 @@ class Visit(Place):
             if operation is not None and service.critic is not None:
                 service.critic.count_refused(operation.operation, error)
         service.metrics.request_done(self.label, time.monotonic() - self._started, kind)
-
-
-class UnreadRequest:
-    """A request to a critic whose bytes are all there, and not decoded yet."""
-
-    def __init__(self, decode: Decoder, num_bytes: int, info: OperationInfo, visit: Visit) -> None:
-        self._decode: Decoder | None = decode
-        self._num_bytes = num_bytes
-        self._info = info
-        self._visit = visit
-
-    async def read(self) -> Any:
-        """Decodes it, once; raises InvalidRequest."""
-        decode, self._decode = self._decode, None
-        assert decode is not None
-        if self._num_bytes <= INLINE_BYTES:
-            tensors, request = decode(self._info)
-        else:
-            tensors, request = await self._visit.run(functools.partial(decode, self._info), self._num_bytes)
-        if tensors is not None:
-            tensors.inputs = {}  # it may wait for long: `request` alone holds the arrays
-        self._visit.tensors = tensors
-        return request
-
-    def release(self) -> None:
-        """Gives its bytes back: it only waits for another request's answer."""
-        self._visit.release()
 
 
 class Admission:
