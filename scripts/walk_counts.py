@@ -3,8 +3,9 @@
 python scripts/walk_counts.py          prints how many of a score over HTTP
 python scripts/walk_counts.py --list   prints each with its number of calls, too
 
-A score of two rows of token ids is sent to a small model on the CPU. Counted are calls on all threads of the server, from the bytes of the request to `Forward.run`. A
-coroutine that is resumed counts again; a comprehension is a part of its function.
+A score of two rows of token ids is sent to a small model on the CPU. Counted are calls on all threads of the server,
+from the bytes of the request to `Forward.run`. A coroutine that is resumed counts again; a comprehension is a part of
+its function.
 """
 
 from __future__ import annotations
