@@ -89,10 +89,7 @@ class Loop:
             self._notify()
 
     def order(self, model: str, order: Order, *, finds_room: bool = False) -> None:
-        """Queues an order behind all requests so far; raises as `submit`.
-
-        One that `finds_room` is accepted even if the queue is full.
-        """
+        """Queues an order behind all requests so far; raises as `submit`, but one that `finds_room` always has room."""
         with self._wake:
             self._check_accepting(_STOPPING)
             self._schedulers[model].orders.add(order, finds_room=finds_room)
