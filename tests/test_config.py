@@ -14,9 +14,8 @@ from guerdon.settings.config import (
     ModelConfig,
     RewardConfig,
     ServerConfig,
-    check_settings,
 )
-from guerdon.settings.fields import from_mapping
+from guerdon.settings.fields import check_settings, from_mapping
 from guerdon.settings.sources import read_yaml
 
 

@@ -7,7 +7,8 @@ import pytest
 import judged
 from guerdon.errors import ConfigError
 from guerdon.judge_core import Comparing, Criterion, Pair, Sample
-from guerdon.settings.config import ComponentConfig, JudgeConfig, RewardConfig, ServerConfig, check_settings
+from guerdon.settings.config import ComponentConfig, JudgeConfig, RewardConfig, ServerConfig
+from guerdon.settings.fields import check_settings
 from guerdon.settings.rubrics import read_rubric
 
 

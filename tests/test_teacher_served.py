@@ -24,8 +24,8 @@ from guerdon.engine.head_export import rebuild
 from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.server.catalog import Teacher
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig, check_settings
-from guerdon.settings.fields import from_mapping
+from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
+from guerdon.settings.fields import check_settings, from_mapping
 from guerdon.teacher_core import LogprobQuery, TokenLogprobs
 from teaching import check, plain
 

@@ -23,7 +23,8 @@ from guerdon.client import Credentials, CriticClient, RewardClient, Scores
 from guerdon.errors import ConfigError, GuerdonError, Overloaded, ServerFault, StartError, TrainFailed
 from guerdon.server import tracing
 from guerdon.server.runtime import RunningServer, check_addresses
-from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig, check_settings
+from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.settings.fields import check_settings
 from processes import environment
 from server.arithmetic_critic import FAIL_TOKEN, ArithmeticService
 from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, NAN_TOKEN, EchoService

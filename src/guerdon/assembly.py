@@ -40,8 +40,8 @@ from guerdon.settings.config import (
     ServedModelConfig,
     ServerConfig,
     TeacherConfig,
-    check_settings,
 )
+from guerdon.settings.fields import check_settings
 
 log = logging.getLogger(__name__)
 

@@ -33,9 +33,8 @@ from guerdon.settings.config import (
     ServedModelConfig,
     ServerConfig,
     TeacherConfig,
-    check_settings,
 )
-from guerdon.settings.fields import from_mapping
+from guerdon.settings.fields import check_settings, from_mapping
 from guerdon.wire import score_tensors, signature
 
 T = TypeVar("T")

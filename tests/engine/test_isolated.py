@@ -23,7 +23,8 @@ from guerdon.engine.functions import FunctionScorer
 from guerdon.engine.isolation import process_tree
 from guerdon.engine.isolation.isolated import IsolatedScorer
 from guerdon.errors import CheckpointError, ChildEnded, ConfigError, InvalidRequest, SampleFailed, StartError
-from guerdon.settings.config import ModelConfig, check_settings
+from guerdon.settings.config import ModelConfig
+from guerdon.settings.fields import check_settings
 from server.helpers import wait_until
 from troubles import RAISED
 

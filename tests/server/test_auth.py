@@ -9,7 +9,8 @@ from guerdon.errors import ConfigError, Forbidden, Unauthenticated
 from guerdon.server.auth import ANYBODY, Access, Caller
 from guerdon.server.runtime import check_addresses
 from guerdon.settings.access import AccessConfig, Role, check_reach, check_tls, is_loopback, strip_credentials
-from guerdon.settings.config import ServerConfig, check_settings
+from guerdon.settings.config import ServerConfig
+from guerdon.settings.fields import check_settings
 from server.echo_service import EchoService
 from server.keys import ADMIN, SCORE, TRAIN, keyed
 

@@ -17,8 +17,8 @@ from guerdon.server.chat_judge.asking import ChatJudge
 from guerdon.server.chat_judge.calling import _retry_after_s
 from guerdon.server.chat_judge.parsing import AnswerParser, Unreadable
 from guerdon.settings.chat_judges import BudgetConfig, ChatJudgeConfig, ParseConfig
-from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig, check_settings
-from guerdon.settings.fields import from_mapping
+from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.settings.fields import check_settings, from_mapping
 from guerdon.wire.chat_completions import ChatAnswer, read_answer, read_error, write_request
 
 PLAIN: dict[str, Any] = {"url": "http://127.0.0.1:1/v1", "model": "m", "template": "{response}", "cache": "answers"}
@@ -45,7 +45,7 @@ PLAIN: dict[str, Any] = {"url": "http://127.0.0.1:1/v1", "model": "m", "template
         ({"budget": {"tokens": 0}}, "budget.tokens is 0"),
         ({"samples": 0}, "samples is 0"),
         ({"timeout": 5}, "unknown setting models\\[0\\].timeout"),
-        ({"parse": {"regex": "(a)", "json": "b"}}, "regex and models\\[0\\].parse.json are both given"),
+        ({"parse": {"regex": "(a)", "json": "b"}}, "models\\[0\\].parse.regex and json are both given"),
         ({"parse": {"regex": "a"}}, "regex has 0 groups"),
         ({"parse": {"regex": "(a"}}, "which is no regular expression"),
         ({"parse": {"values": {}}}, "values is empty"),

@@ -12,7 +12,8 @@ from plain import PlainCritic, request
 import zoo
 from guerdon.critic_core import TrainRequest
 from guerdon.errors import CheckpointError, ConfigError
-from guerdon.settings.config import CriticConfig, check_settings
+from guerdon.settings.config import CriticConfig
+from guerdon.settings.fields import check_settings
 
 ROWS = zoo.rows(0, ((40, 5), (20, 3), (30, 5)))[:10]
 ATTENTION = r".*\.self_attn\..*"

@@ -21,7 +21,8 @@ from guerdon.server.front import http_app
 from guerdon.server.front.admission import Admission
 from guerdon.server.front.connections import HttpServer
 from guerdon.server.service import Service
-from guerdon.settings.config import ServerConfig, check_settings
+from guerdon.settings.config import ServerConfig
+from guerdon.settings.fields import check_settings
 
 log = logging.getLogger(__name__)
 

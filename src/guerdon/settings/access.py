@@ -10,7 +10,7 @@ from enum import IntEnum
 from urllib.parse import urlsplit
 
 from guerdon.errors import ConfigError
-from guerdon.settings.fields import setting
+from guerdon.settings.fields import Contradictions, caught, setting
 
 KEYS_VARIABLE = "GUERDON_API_KEYS"
 """The environment variable of a server's keys: lines as in the keys' file, separated by commas or line breaks."""
@@ -48,6 +48,9 @@ class AccessConfig:
     tls_client_ca: str | None = setting(
         None, "PEM file of the CA that must have signed the clients' certificates (mutual TLS)."
     )
+
+    def contradictions(self) -> Contradictions:
+        return caught(check_tls, self)
 
 
 def is_loopback(host: str) -> bool:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from guerdon.errors import ConfigError
 from guerdon.settings.access import strip_credentials
-from guerdon.settings.config import LanguageModelConfig, LearningConfig, ParallelConfig, check_settings
-from guerdon.settings.fields import Mistakes, section, setting
+from guerdon.settings.config import LanguageModelConfig, LearningConfig, ParallelConfig
+from guerdon.settings.fields import Contradictions, Mistakes, caught, collect_mistakes, setting
 
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 KlReduction = Literal["sum", "mean"]
@@ -80,6 +79,20 @@ class RolloutConfig:
         None, "Number of responses generated at once, all in memory. auto: 256.", auto=True, least=1
     )
 
+    def contradictions(self) -> Contradictions:
+        """Finds settings by which all samples would be alike or impossible."""
+        if self.top_k == 1:
+            yield "top_k is 1", "all responses to a prompt would be the same: give another value"
+        if self.min_new_tokens > self.max_new_tokens:
+            what = f"min_new_tokens is {self.min_new_tokens}, but max_new_tokens is {self.max_new_tokens}"
+            yield what, "lower the one or raise the other"
+        if self.environment is not None and not self.stop:
+            what = f"environment is {self.environment}, but rollouts.stop has no text at which it is called"
+            yield what, "give the texts that end a call, such as </tool_call>"
+        if self.environment is not None and self.engine == "vllm":
+            what = f"environment is {self.environment}, but rollouts.engine is vllm"
+            yield what, "set rollouts.engine to transformers"
+
 
 @dataclass
 class LossConfig:
@@ -106,6 +119,11 @@ class LossConfig:
         0.1, "Stop the run if a larger fraction of a step's responses gets no reward.", least=0, most=1
     )
 
+    def contradictions(self) -> Contradictions:
+        region = self.trust_region
+        if region is not None and not (len(region) == 2 and 0 <= region[0] < 1 < region[1]):
+            yield f"trust_region is {region}", "give a ratio below 1 and one above it, such as [0.2, 4.0]"
+
 
 @dataclass
 class AlgorithmConfig(LossConfig):
@@ -131,6 +149,14 @@ class ReinforceConfig(AlgorithmConfig):
         False, "Exclude responses truncated at max_new_tokens from advantages and baselines."
     )
 
+    def contradictions(self) -> Contradictions:
+        if self.kl_placement == "loss" and self.kl_estimator == "k1" and self.kl_coefficient > 0:
+            what = "kl_placement is loss, in which the gradient of the estimator k1 is only noise"
+            yield what, "give reinforce.kl_estimator k2 or k3, or kl_placement reward"
+        if self.kl_placement == "loss" and self.kl_reduction != "sum":
+            what = f"kl_reduction is {self.kl_reduction}, but has no effect, because kl_placement is loss"
+            yield what, "leave it out: reinforce.loss_aggregation also reduces the KL of the tokens"
+
 
 @dataclass
 class PPOConfig(AlgorithmConfig):
@@ -147,6 +173,11 @@ class PPOConfig(AlgorithmConfig):
     whiten_advantages: bool = setting(True, "Scale each step's advantages to mean 0 and variance 1.")
     critic_warmup_steps: int = setting(0, "Number of first steps that train only the critic.", least=0)
     critic_updates: int = setting(1, "The critic's passes over each step's responses.", least=1, most=100)
+
+    def contradictions(self) -> Contradictions:
+        if None not in (self.lam_alpha, self.lam_critic) and self.lam != PPOConfig.lam:
+            what = f"lam is {self.lam:g}, but has no effect beside ppo.lam_alpha and ppo.lam_critic"
+            yield what, "leave it out, or one of the other two"
 
 
 @dataclass
@@ -176,6 +207,11 @@ class RunConfig:
     project: str = setting("guerdon", "Project name in the trackers.")
     progress: bool = setting(True, "Show a progress bar.")
 
+    def contradictions(self) -> Contradictions:
+        for tracker in self.trackers:
+            if tracker not in ("wandb", "mlflow"):
+                yield f"trackers has {tracker}", "known are wandb and mlflow"
+
 
 @dataclass
 class RewardModelServer:
@@ -191,6 +227,9 @@ class RewardModelServer:
         """The URLs to send requests to."""
         return self.urls or [f"http://{self.ip}:{self.port}"]
 
+    def contradictions(self) -> Contradictions:
+        return _find_keys("urls", *self.urls)
+
 
 @dataclass
 class CriticNames:
@@ -205,7 +244,7 @@ class CriticNames:
 class CriticServer:
     """A critic's server, as in NeMo-Aligner's YAML."""
 
-    name: CriticNames = section(CriticNames, "The critic's models.")
+    name: CriticNames = setting(CriticNames, "The critic's models.")
     ip: str = setting("localhost", "Host name or address.")
     port: int = setting(5556, "HTTP port.", least=0, most=65_535)
     url: str | None = setting(None, "http:// or grpc:// URL, in place of ip and port.")
@@ -215,12 +254,15 @@ class CriticServer:
         """The URL to send requests to."""
         return self.url or f"http://{self.ip}:{self.port}"
 
+    def contradictions(self) -> Contradictions:
+        return _find_keys("url", self.url)
+
 
 @dataclass
 class RemoteRewardConfig:
     """The server of the reward model."""
 
-    reward_model: RewardModelServer = section(RewardModelServer, "The server.")
+    reward_model: RewardModelServer = setting(RewardModelServer, "The server.")
     pad_to_length: int | None = setting(
         None,
         "Pad requests to this length, for servers that batch only equal shapes; guerdon needs no padding.",
@@ -238,12 +280,20 @@ class RemoteRewardConfig:
     )
     timeout_s: float = setting(3600.0, "Timeout of a request with all its retries, in seconds.", above=0)
 
+    def contradictions(self) -> Contradictions:
+        if self.send != "tokens" and self.pad_to_length is not None:
+            what = f"pad_to_length is {self.pad_to_length}, but send is {self.send}"
+            yield what, "only tokens are padded: leave one of the two out"
+        if self.send != "text" and self.suffix:
+            what = f"suffix is {self.suffix!r}, but send is {self.send}"
+            yield what, "leave it out, or send text: tokens include EOS, and the chat template ends messages"
+
 
 @dataclass
 class RemoteCriticConfig(RemoteRewardConfig):
     """The servers of the critic and of the reward model."""
 
-    critic: CriticServer = section(CriticServer, "The critic's server.")
+    critic: CriticServer = setting(CriticServer, "The critic's server.")
     combine_rm_and_critic_server: bool = setting(True, "The critic's server also serves the reward model.")
 
 
@@ -255,23 +305,48 @@ class TeacherServer:
     name: str = setting("teacher", "Name of the model on the server.")
     timeout_s: float = setting(3600.0, "Timeout of a request with all its retries, in seconds.", above=0)
 
+    def contradictions(self) -> Contradictions:
+        return _find_keys("url", self.url)
+
 
 @dataclass
 class ActorConfig:
     """The sections that all actors have."""
 
-    policy: PolicyConfig = section(PolicyConfig, PolicyConfig.__doc__ or "")
-    data: DataConfig = section(DataConfig, "Where prompts come from.")
-    rollouts: RolloutConfig = section(RolloutConfig, "How responses are sampled.")
-    run: RunConfig = section(RunConfig, "How long the run lasts, and what it saves.")
-    parallel: ParallelConfig = section(ParallelConfig, "The ranks that share the policy.")
+    ALGORITHM: ClassVar[str]
+    """The name of the algorithm's section, which is also the command's."""
+
+    policy: PolicyConfig = setting(PolicyConfig, PolicyConfig.__doc__ or "")
+    data: DataConfig = setting(DataConfig, "Where prompts come from.")
+    rollouts: RolloutConfig = setting(RolloutConfig, "How responses are sampled.")
+    run: RunConfig = setting(RunConfig, "How long the run lasts, and what it saves.")
+    parallel: ParallelConfig = setting(ParallelConfig, "The ranks that share the policy.")
+
+    def contradictions(self) -> Contradictions:
+        """Finds contradictions between sections, and files that are missing."""
+        yield from caught(parse_time_limit, self.run.time_limit)
+        algorithm = get_algorithm(self)[1]
+        estimator = algorithm.advantage_estimator if isinstance(algorithm, ReinforceConfig) else "none"
+        if estimator in ("rloo", "grpo", "dr_grpo") and self.rollouts.rollouts_per_prompt < 2:
+            what = f"rollouts.rollouts_per_prompt is 1, but {estimator} compares responses to the same prompt"
+            yield what, "give at least 2, or another reinforce.advantage_estimator"
+        sources = {
+            "policy.model": self.policy.model, "data.prompts": self.data.prompts,
+            "data.validation": self.data.validation,
+        }  # fmt: skip
+        for path, source in sources.items():
+            if source is not None and _is_path(source) and not Path(source).expanduser().exists():
+                yield f"there is no {source}", f"correct {path}; it may also be an id of the hub"
 
 
 @dataclass
 class RewardedRunConfig(ActorConfig):
     """The sections that the actors have which learn from rewards, with a KL penalty."""
 
-    reference: TeacherServer = section(
+    REMOTE: ClassVar[str]
+    """The name of the section of the reward model's server."""
+
+    reference: TeacherServer = setting(
         TeacherServer, "The server of the reference; without its url the reference is loaded beside the policy."
     )
 
@@ -280,16 +355,20 @@ class RewardedRunConfig(ActorConfig):
 class ReinforceRunConfig(RewardedRunConfig):
     """The settings of `guerdon reinforce`."""
 
-    reinforce: ReinforceConfig = section(ReinforceConfig, "The algorithm.")
-    remote_rm: RemoteRewardConfig = section(RemoteRewardConfig, "The server of the reward model.")
+    ALGORITHM = "reinforce"
+    REMOTE = "remote_rm"
+    reinforce: ReinforceConfig = setting(ReinforceConfig, "The algorithm.")
+    remote_rm: RemoteRewardConfig = setting(RemoteRewardConfig, "The server of the reward model.")
 
 
 @dataclass
 class PPORunConfig(RewardedRunConfig):
     """The settings of `guerdon ppo`."""
 
-    ppo: PPOConfig = section(PPOConfig, "The algorithm.")
-    remote_critic_rm: RemoteCriticConfig = section(
+    ALGORITHM = "ppo"
+    REMOTE = "remote_critic_rm"
+    ppo: PPOConfig = setting(PPOConfig, "The algorithm.")
+    remote_critic_rm: RemoteCriticConfig = setting(
         RemoteCriticConfig, "The servers of the critic and of the reward model."
     )
 
@@ -298,107 +377,27 @@ class PPORunConfig(RewardedRunConfig):
 class DistillRunConfig(ActorConfig):
     """The settings of `guerdon distill`."""
 
-    distill: DistillConfig = section(DistillConfig, "The algorithm.")
-    teacher: TeacherServer = section(TeacherServer, "The server of the teacher.")
+    ALGORITHM = "distill"
+    distill: DistillConfig = setting(DistillConfig, "The algorithm.")
+    teacher: TeacherServer = setting(TeacherServer, "The server of the teacher.")
 
 
 def check_actor(config: ActorConfig) -> None:
-    """Raises ConfigError for every setting that is missing or out of its bounds; then for every contradiction."""
+    """Raises ConfigError for all settings that are missing or out of their bounds, and for all contradictions."""
     mistakes = Mistakes()
     if not config.policy.model:
-        mistakes.add(ConfigError("policy.model is not given", "name a causal language model: a folder or a hub id"))
+        mistakes.add("policy.model is not given", "name a causal language model: a folder or a hub id")
     if not config.data.prompts:
-        mistakes.add(ConfigError("data.prompts is not given", "name a JSONL or Parquet file of prompts, or a data set"))
+        mistakes.add("data.prompts is not given", "name a JSONL or Parquet file of prompts, or a data set")
     if isinstance(config, DistillRunConfig) and not config.teacher.url:
-        mistakes.add(ConfigError("teacher.url is not given", "give the URL of a server of guerdon serve-teacher"))
-    for name in vars(config):
-        if name != "policy":
-            with mistakes.collected():
-                check_settings(getattr(config, name), f"{name}.")
+        mistakes.add("teacher.url is not given", "give the URL of a server of guerdon serve-teacher")
+    others = [(name, settings) for name, settings in vars(config).items() if name != "policy"]
+    are_within = [collect_mistakes(settings, f"{name}.", mistakes) for name, settings in others]
+    if all(are_within):
+        collect_mistakes(resolve_schedule(config), "policy.", mistakes)
+        for what, advice in config.contradictions():
+            mistakes.add(what, advice)
     mistakes.raise_all()
-    checks: tuple[Callable[[ActorConfig], None], ...] = (
-        _check_addresses,
-        lambda config: check_settings(resolve_schedule(config), "policy."),
-        lambda config: check_sampling(config.rollouts),
-        lambda config: _check_run(config.run),
-        _check_algorithm,
-        _check_remote,
-        _check_files,
-    )
-    for check in checks:
-        with mistakes.collected():
-            check(config)
-    mistakes.raise_all()
-
-
-def _check_run(run: RunConfig) -> None:
-    parse_time_limit(run.time_limit)
-    for tracker in run.trackers:
-        if tracker not in ("wandb", "mlflow"):
-            raise ConfigError(f"run.trackers has {tracker}", "known are wandb and mlflow")
-
-
-def _check_algorithm(config: ActorConfig) -> None:
-    where, algorithm = get_algorithm(config)
-    region = algorithm.trust_region
-    if region is not None and not (len(region) == 2 and 0 <= region[0] < 1 < region[1]):
-        raise ConfigError(
-            f"{where}.trust_region is {region}", "give a ratio below 1 and one above it, such as [0.2, 4.0]"
-        )
-    if isinstance(algorithm, PPOConfig):
-        _check_lambdas(algorithm)
-    if not isinstance(algorithm, ReinforceConfig):
-        return
-    estimator, in_loss = algorithm.advantage_estimator, algorithm.kl_placement == "loss"
-    if estimator in ("rloo", "grpo", "dr_grpo") and config.rollouts.rollouts_per_prompt < 2:
-        raise ConfigError(
-            f"rollouts.rollouts_per_prompt is 1, but {estimator} compares responses to the same prompt",
-            "give at least 2, or another reinforce.advantage_estimator",
-        )
-    if in_loss and algorithm.kl_estimator == "k1" and algorithm.kl_coefficient > 0:
-        raise ConfigError(
-            "reinforce.kl_placement is loss, in which the gradient of the estimator k1 is only noise",
-            "give reinforce.kl_estimator k2 or k3, or kl_placement reward",
-        )
-    if in_loss and algorithm.kl_reduction != "sum":
-        raise ConfigError(
-            f"reinforce.kl_reduction is {algorithm.kl_reduction}, but has no effect, because kl_placement is loss",
-            "leave it out: reinforce.loss_aggregation also reduces the KL of the tokens",
-        )
-
-
-def _check_lambdas(ppo: PPOConfig) -> None:
-    if None not in (ppo.lam_alpha, ppo.lam_critic) and ppo.lam != PPOConfig.lam:
-        raise ConfigError(
-            f"ppo.lam is {ppo.lam:g}, but has no effect beside ppo.lam_alpha and ppo.lam_critic",
-            "leave it out, or one of the other two",
-        )
-
-
-def _check_remote(config: ActorConfig) -> None:
-    if not isinstance(config, RewardedRunConfig):
-        return
-    where, remote = get_remote(config)
-    if remote.send != "tokens" and remote.pad_to_length is not None:
-        raise ConfigError(
-            f"{where}.pad_to_length is {remote.pad_to_length}, but {where}.send is {remote.send}",
-            "only tokens are padded: leave one of the two out",
-        )
-    if remote.send != "text" and remote.suffix:
-        raise ConfigError(
-            f"{where}.suffix is {remote.suffix!r}, but {where}.send is {remote.send}",
-            "leave it out, or send text: tokens include EOS, and the chat template ends messages",
-        )
-
-
-def _check_files(config: ActorConfig) -> None:
-    for path, source in (
-        ("policy.model", config.policy.model),
-        ("data.prompts", config.data.prompts),
-        ("data.validation", config.data.validation),
-    ):
-        if source is not None and _is_path(source) and not Path(source).expanduser().exists():
-            raise ConfigError(f"there is no {source}", f"correct {path}; it may also be an id of the hub")
 
 
 def _is_path(source: str) -> bool:
@@ -406,101 +405,49 @@ def _is_path(source: str) -> bool:
     return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith((".jsonl", ".gz", ".parquet"))
 
 
-def check_sampling(rollouts: RolloutConfig) -> None:
-    """Raises ConfigError if a setting is out of its bounds, or all samples would be alike or impossible."""
-    check_settings(rollouts, "rollouts.")
-    if rollouts.top_k == 1:
-        raise ConfigError("rollouts.top_k is 1", "all responses to a prompt would be the same: give another value")
-    if rollouts.min_new_tokens > rollouts.max_new_tokens:
-        raise ConfigError(
-            f"rollouts.min_new_tokens is {rollouts.min_new_tokens}, but max_new_tokens is {rollouts.max_new_tokens}",
-            "lower the one or raise the other",
-        )
-    if rollouts.environment is not None and not rollouts.stop:
-        raise ConfigError(
-            f"rollouts.environment is {rollouts.environment}, but rollouts.stop has no text at which it is called",
-            "give the texts that end a call, such as </tool_call>",
-        )
-    if rollouts.environment is not None and rollouts.engine == "vllm":
-        raise ConfigError(
-            f"rollouts.environment is {rollouts.environment}, but rollouts.engine is vllm",
-            "set rollouts.engine to transformers",
-        )
-
-
-def _check_addresses(config: ActorConfig) -> None:
-    """Raises ConfigError for a URL with credentials: a run saves its settings and sends them to trackers."""
-    found: dict[str, list[str]] = {}
-    if isinstance(config, RewardedRunConfig):
-        where, remote = get_remote(config)
-        found[f"{where}.reward_model.urls"] = remote.reward_model.urls
-        if isinstance(remote, RemoteCriticConfig) and remote.critic.url is not None:
-            found[f"{where}.critic.url"] = [remote.critic.url]
-        if config.reference.url is not None:
-            found["reference.url"] = [config.reference.url]
-    elif isinstance(config, DistillRunConfig):
-        found["teacher.url"] = [str(config.teacher.url)]
-    for name, urls in found.items():
-        for url in urls:
-            if strip_credentials(url) != url:
-                raise ConfigError(
-                    f"{name} has a key in {strip_credentials(url)}, but a run saves and shows its settings",
-                    "leave it out, and set GUERDON_API_KEY in the environment",
-                )
+def _find_keys(name: str, *urls: str | None) -> Contradictions:
+    """Yields the URLs with credentials: a run saves its settings and sends them to trackers."""
+    for url in urls:
+        if url is not None and (shown := strip_credentials(url)) != url:
+            what = f"{name} has a key in {shown}, but a run saves and shows its settings"
+            yield what, "leave it out, and set GUERDON_API_KEY in the environment"
 
 
 def get_algorithm(config: ActorConfig) -> tuple[str, LossConfig]:
     """Returns the name of the algorithm's section, which is also the command's, and the section."""
-    if isinstance(config, ReinforceRunConfig):
-        return "reinforce", config.reinforce
-    if isinstance(config, PPORunConfig):
-        return "ppo", config.ppo
-    assert isinstance(config, DistillRunConfig)
-    return "distill", config.distill
+    return config.ALGORITHM, getattr(config, config.ALGORITHM)
 
 
 def get_remote(config: RewardedRunConfig) -> tuple[str, RemoteRewardConfig]:
     """Returns the name of the section of the reward model's server, and the section."""
-    if isinstance(config, ReinforceRunConfig):
-        return "remote_rm", config.remote_rm
-    assert isinstance(config, PPORunConfig)
-    return "remote_critic_rm", config.remote_critic_rm
+    return config.REMOTE, getattr(config, config.REMOTE)
 
 
 def describe_run(config: ActorConfig) -> str:
     """Returns in one line what a run loads, what it learns from, and where its results go."""
-    policy, prompts, out = config.policy.model, config.data.prompts, config.run.output_dir
-    return f"policy {policy}, prompts {prompts}; {_describe_servers(config)}; results go to {out}"
-
-
-def _describe_servers(config: ActorConfig) -> str:
     if isinstance(config, DistillRunConfig):
-        return f"the teacher's log-probs come from {config.teacher.url}"
-    assert isinstance(config, RewardedRunConfig)
-    remote = get_remote(config)[1]
-    origin = f"rewards come from {', '.join(remote.reward_model.addresses)}"
-    if isinstance(remote, RemoteCriticConfig) and remote.combine_rm_and_critic_server:
-        origin = f"values and rewards come from {remote.critic.address}"
-    elif isinstance(remote, RemoteCriticConfig):
-        origin = f"values come from {remote.critic.address}, {origin}"
-    if config.reference.url is not None:
-        origin += f", the reference's log-probs from {config.reference.url}"
-    return origin
+        origin = f"the teacher's log-probs come from {config.teacher.url}"
+    else:
+        assert isinstance(config, RewardedRunConfig)
+        remote = get_remote(config)[1]
+        origin = f"rewards come from {', '.join(remote.reward_model.addresses)}"
+        if isinstance(remote, RemoteCriticConfig) and remote.combine_rm_and_critic_server:
+            origin = f"values and rewards come from {remote.critic.address}"
+        elif isinstance(remote, RemoteCriticConfig):
+            origin = f"values come from {remote.critic.address}, {origin}"
+        if config.reference.url is not None:
+            origin += f", the reference's log-probs from {config.reference.url}"
+    about = f"policy {config.policy.model}, prompts {config.data.prompts}"
+    return f"{about}; {origin}; results go to {config.run.output_dir}"
 
 
 def resolve_schedule(config: ActorConfig) -> PolicyConfig:
     """Returns the policy's settings with `total_steps`, computed from the run if it is not given."""
-    steps = config.policy.total_steps
-    return replace(
-        config.policy,
-        total_steps=steps or _count_optimiser_steps(config.run, config.rollouts, get_algorithm(config)[1]),
-    )
-
-
-def _count_optimiser_steps(run: RunConfig, rollouts: RolloutConfig, algorithm: LossConfig) -> int:
-    responses = rollouts.prompts_per_step * rollouts.rollouts_per_prompt
+    algorithm, rollouts = get_algorithm(config)[1], config.rollouts
     warmup = algorithm.critic_warmup_steps if isinstance(algorithm, PPOConfig) else 0
-    return max(1, run.steps - warmup) * algorithm.epochs * -(-responses // algorithm.global_batch_size)
+    batches = -(-rollouts.prompts_per_step * rollouts.rollouts_per_prompt // algorithm.global_batch_size)
+    computed = max(1, config.run.steps - warmup) * algorithm.epochs * batches
+    return replace(config.policy, total_steps=config.policy.total_steps or computed)
 
 
 def parse_time_limit(limit: str | None) -> float | None:

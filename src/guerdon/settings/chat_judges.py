@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from guerdon.errors import ConfigError
-from guerdon.settings.fields import section, setting
+from guerdon.settings.fields import Contradictions, caught, setting
 from guerdon.settings.rubrics import check_template
 
 RESERVED = ("model", "messages", "stream", "n")
@@ -34,6 +33,28 @@ class ParseConfig:
     )
     lowest: float | None = setting(None, "A number below it cannot be right: the answer counts as unreadable.")
     highest: float | None = setting(None, "A number above it cannot be right: the answer counts as unreadable.")
+
+    def contradictions(self) -> Contradictions:
+        if self.regex is not None and self.json is not None:
+            yield "regex and json are both given", "leave out one of them"
+        if self.regex is not None:
+            try:
+                num_groups = re.compile(self.regex).groups
+            except re.error as e:
+                yield f"regex is {self.regex!r}, which is no regular expression: {e}", "correct it"
+            else:
+                if num_groups != 1:
+                    advice = "put parentheses around the verdict alone; (?:...) groups more"
+                    yield f"regex has {num_groups} groups", advice
+        if self.values is not None:
+            if len({verdict.strip().casefold() for verdict in self.values}) != len(self.values):
+                yield "values has a verdict twice", "leave out one; upper and lower case are the same"
+            if not self.values:
+                yield "values is empty", "give each verdict its value, or leave it out for numbers"
+            if self.lowest is not None or self.highest is not None:
+                yield "values is given, and bounds too", "leave out lowest and highest: values decide"
+        elif self.lowest is not None and self.highest is not None and self.lowest > self.highest:
+            yield "lowest is above highest", "exchange them"
 
 
 @dataclass
@@ -65,7 +86,7 @@ class ChatJudgeConfig:
         "", "The question, as the user's message, with {response} and, as you like, {prompt} and {reference}."
     )
     system: str = setting("", "The system message.")
-    parse: ParseConfig = section(ParseConfig, "How a number is read from the answer.")
+    parse: ParseConfig = setting(ParseConfig, "How a number is read from the answer.")
     parse_retries: int = setting(
         2, "How often a question is asked again after an answer that cannot be read, is cut, or refuses.", least=0
     )
@@ -81,7 +102,7 @@ class ChatJudgeConfig:
     call_retries: int = setting(
         8, "How often a call is repeated after a lost connection, a timeout, or status 408, 409, 429, 5xx.", least=0
     )
-    budget: BudgetConfig = section(BudgetConfig, "What the judge may use up.")
+    budget: BudgetConfig = setting(BudgetConfig, "What the judge may use up.")
     prompt_price: float | None = setting(None, "Price of a million tokens of prompts.", least=0)
     completion_price: float | None = setting(None, "Price of a million tokens of answers.", least=0)
     max_queue_tokens: int = setting(
@@ -96,60 +117,30 @@ class ChatJudgeConfig:
         prices = (self.prompt_price or 0.0, self.completion_price or 0.0)
         return (prompt_tokens * prices[0] + completion_tokens * prices[1]) / 1e6
 
-
-def check_chat_judge(settings: ChatJudgeConfig, where: str) -> None:
-    """Raises ConfigError for the first setting that is missing, malformed, or contradicts another."""
-    _check_url(settings.url, f"{where}url")
-    if not settings.template:
-        raise ConfigError(f"{where}template is not given", "write the question, with {response} in it")
-    check_template(settings.template, f"{where}template", ("prompt", "response", "reference"))
-    if not settings.cache:
-        raise ConfigError(
-            f"{where}cache is not given", "name a folder; it keeps each answer, so that none is paid for twice"
-        )
-    if settings.api_key_env is not None and settings.api_key_file is not None:
-        raise ConfigError(f"{where}api_key_env and api_key_file are both given", "leave out one of them")
-    if taken := next((name for name in RESERVED if name in (settings.extra or {})), None):
-        raise ConfigError(f"{where}extra has {taken}", "leave it out there: guerdon sets it")
-    if settings.budget.cost is not None and None in (settings.prompt_price, settings.completion_price):
-        raise ConfigError(
-            f"{where}budget.cost is {settings.budget.cost:g}, and a price is missing",
-            "give prompt_price and completion_price, for a million tokens",
-        )
-    _check_parse(settings.parse, f"{where}parse.")
+    def contradictions(self) -> Contradictions:
+        yield from _check_url(self.url)
+        if not self.template:
+            yield "template is not given", "write the question, with {response} in it"
+        else:
+            yield from caught(check_template, self.template, "template", ("prompt", "response", "reference"))
+        if not self.cache:
+            yield "cache is not given", "name a folder; it keeps each answer, so that none is paid for twice"
+        if self.api_key_env is not None and self.api_key_file is not None:
+            yield "api_key_env and api_key_file are both given", "leave out one of them"
+        for name in RESERVED:
+            if name in (self.extra or {}):
+                yield f"extra has {name}", "leave it out there: guerdon sets it"
+        if self.budget.cost is not None and None in (self.prompt_price, self.completion_price):
+            what = f"budget.cost is {self.budget.cost:g}, and a price is missing"
+            yield what, "give prompt_price and completion_price, for a million tokens"
 
 
-def _check_url(url: str, where: str) -> None:
+def _check_url(url: str) -> Contradictions:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ConfigError(f"{where} is {url!r}", "give the base URL of a server, such as http://127.0.0.1:8000/v1")
-    if parts.username is not None or parts.password is not None:
-        raise ConfigError(f"{where} has a user's name or password in it", "give a key by api_key_env or api_key_file")
-
-
-def _check_parse(settings: ParseConfig, where: str) -> None:
-    if settings.regex is not None and settings.json is not None:
-        raise ConfigError(f"{where}regex and {where}json are both given", "leave out one of them")
-    if settings.regex is not None:
-        try:
-            num_groups = re.compile(settings.regex).groups
-        except re.error as e:
-            raise ConfigError(
-                f"{where}regex is {settings.regex!r}, which is no regular expression: {e}", "correct it"
-            ) from e
-        if num_groups != 1:
-            raise ConfigError(
-                f"{where}regex has {num_groups} groups", "put parentheses around the verdict alone; (?:...) groups more"
-            )
-    if settings.values is not None:
-        if len({verdict.strip().casefold() for verdict in settings.values}) != len(settings.values):
-            raise ConfigError(f"{where}values has a verdict twice", "leave out one; upper and lower case are the same")
-        if not settings.values:
-            raise ConfigError(f"{where}values is empty", "give each verdict its value, or leave it out for numbers")
-        if settings.lowest is not None or settings.highest is not None:
-            raise ConfigError(f"{where}values is given, and bounds too", "leave out lowest and highest: values decide")
-    elif settings.lowest is not None and settings.highest is not None and settings.lowest > settings.highest:
-        raise ConfigError(f"{where}lowest is above highest", "exchange them")
+        yield f"url is {url!r}", "give the base URL of a server, such as http://127.0.0.1:8000/v1"
+    elif parts.username is not None or parts.password is not None:
+        yield "url has a user's name or password in it", "give a key by api_key_env or api_key_file"
 
 
 def take_out(components: Iterable[Any]) -> list[ChatJudgeConfig]:

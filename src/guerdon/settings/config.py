@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
 import sys
-import typing
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from guerdon.critic_core import Operation
-from guerdon.errors import ConfigError
-from guerdon.settings.access import AccessConfig, check_reach, check_tls, check_traces_endpoint
-from guerdon.settings.chat_judges import ChatJudgeConfig, check_chat_judge, take_out
-from guerdon.settings.fields import Mistakes, check_bounds, check_choice, default_of, setting
+from guerdon.settings.access import AccessConfig, check_reach, check_traces_endpoint
+from guerdon.settings.chat_judges import ChatJudgeConfig, take_out
+from guerdon.settings.fields import Contradictions, caught, default_of, setting
 
 Pooling = Literal["auto", "last", "last_non_pad", "mean", "first", "first_eos"]
 
@@ -75,7 +72,7 @@ class ParallelConfig:
 class LanguageModelConfig(ForwardConfig):
     """One causal language model."""
 
-    model: str = setting("", "Local folder or hub id of a causal language model.")
+    model: str = setting("", "Local folder or hub id of a causal language model.", flag=False)
 
 
 @dataclass
@@ -140,6 +137,16 @@ class LearningConfig:
         False, "Recompute activations in the backward pass: takes less memory and more time."
     )
 
+    def contradictions(self) -> Contradictions:
+        betas, schedule, warmup = self.betas, self.lr_schedule, self.warmup_steps
+        if isinstance(self, ForwardConfig) and self.dtype == "float16":
+            yield "dtype is float16, in which gradients underflow to 0", "use bfloat16 or float32 to train"
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            yield f"betas is {betas}", "give two numbers of at least 0 and below 1, such as 0.9,0.98"
+        if schedule != "constant" and (self.total_steps is None or self.total_steps <= warmup):
+            advice = f"set total_steps to the optimiser steps of the whole run, more than the warm-up's {warmup}"
+            yield f"lr_schedule is {schedule}, and total_steps is {self.total_steps}", advice
+
 
 LEARNING = tuple(f.name for f in dataclasses.fields(LearningConfig) if f.name != "activation_checkpointing")
 """The settings of `LearningConfig` that decide which weights come out of training."""
@@ -179,6 +186,13 @@ class IsolationConfig:
         """Returns `children`, with `auto` resolved."""
         return self.children or min(len(os.sched_getaffinity(0)), 16)
 
+    def contradictions(self) -> Contradictions:
+        if self.isolate and sys.platform != "linux":
+            yield "isolate is on, which needs Linux", "leave it out, or serve it on Linux"
+        for field in dataclasses.fields(IsolationConfig):
+            if not self.isolate and (value := getattr(self, field.name)) != default_of(field):
+                yield f"{field.name} is {value}, but isolate is off", "write `isolate: true` beside it"
+
 
 @dataclass
 class ModelConfig(IsolationConfig, EngineConfig):
@@ -209,7 +223,6 @@ class TeacherConfig(QueueConfig, LanguageModelConfig):
     truncation: ClassVar[Literal["error"]] = "error"  # a cut sequence would shift the positions that clients count
 
     kind: Literal["teacher"] = setting("teacher", "Kind of model.", flag=False)
-    model: str = setting("", "Local folder or hub id of a causal language model.", flag=False)
     name: str = setting("teacher", "Name that clients ask for.")
     max_top_k: int = setting(
         128, "Largest top_k of a request, and most given ids for each position.", least=1, most=65_536
@@ -223,7 +236,6 @@ class JudgeConfig(QueueConfig, LanguageModelConfig):
     truncation: ClassVar[Literal["error"]] = "error"  # the rubric's own words are not to be cut off
 
     kind: Literal["judge"] = setting("judge", "Kind of model.", flag=False)
-    model: str = setting("", "Local folder or hub id of a causal language model.", flag=False)
     name: str = setting("judge", "Name that clients ask for.")
     rubric: str = setting("", "YAML file with the template, the labels and the criteria.")
     verdict: Literal["expected", "likeliest"] = setting(
@@ -237,6 +249,10 @@ class JudgeConfig(QueueConfig, LanguageModelConfig):
         least=0,
         most=1,
     )
+
+    def contradictions(self) -> Contradictions:
+        if not self.rubric:
+            yield "rubric is not given", "name the YAML file with the template, labels and criteria"
 
 
 LoadedModelConfig = ModelConfig | TeacherConfig | JudgeConfig
@@ -310,6 +326,26 @@ class CriticConfig(LearningConfig, EngineConfig):
             return self.keep_best_mode
         return "min" if self.keep_best == "loss" else "max"
 
+    def contradictions(self) -> Contradictions:
+        for name in FREEZING:
+            if (pattern := getattr(self, name)) is None:
+                continue
+            try:
+                re.compile(pattern)
+            except re.error as e:
+                what = f"{name} is {pattern!r}, which is no regular expression: {e}"
+                yield what, r"give one that matches whole names of weights, such as '.*\.self_attn\..*'"
+            if self.lora is not None:
+                what = f"{name} is {pattern!r}, but lora is set, which trains adapters and the head alone"
+                yield what, "choose the adapted layers by lora_targets, or remove lora"
+        for name in ("save_every", "keep_best"):
+            if self.checkpoint_dir is None and (value := getattr(self, name)) is not None:
+                yield f"{name} is {value}, but there is no folder for checkpoints", "give checkpoint_dir"
+        for field in dataclasses.fields(self):
+            needs_model = field.name.startswith("reward_") and self.reward_model is None
+            if needs_model and (value := getattr(self, field.name)) != field.default:
+                yield f"{field.name} is {value}, but there is no reward model", "give reward_model"
+
 
 FREEZING = ("trainable", "frozen")
 """The settings of `CriticConfig` that choose which weights learn."""
@@ -334,6 +370,17 @@ class ComponentConfig:
     judge: ChatJudgeConfig | None = setting(
         None, "In place of a name: the settings of a judge in words, as an item of models with kind: chat_judge."
     )
+
+    def contradictions(self) -> Contradictions:
+        if self.model == "score":
+            yield "model is score", "rename it: trainers use that name for the sum's reward"
+        given = {name: value for name in ("mean", "std") if (value := getattr(self, name)) is not None}
+        if self.normalize == "given" and not given:
+            yield "normalize is given, but there is neither mean nor std", "give one or both"
+        for name, value in given.items():
+            if self.normalize != "given":
+                what = f"{name} is {value:g}, but normalize is {self.normalize}"
+                yield what, "write `normalize: given`, or leave it out"
 
 
 @dataclass
@@ -397,6 +444,10 @@ class DashboardConfig:
         False, "Show the texts of the best and worst samples on the page; if there are keys, only to admins."
     )
 
+    def contradictions(self) -> Contradictions:
+        if self.dashboard_samples and not self.dashboard:
+            yield "dashboard_samples is on, but dashboard is off", "leave out one of the two"
+
 
 @dataclass
 class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig, DashboardConfig):
@@ -429,189 +480,44 @@ class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig, DashboardConfig):
         parts = [part for reward in self.rewards if reward is not None for part in reward.components]
         self.models = [*self.models, *take_out(parts)]
 
-
-def check_settings(settings: Any, where: str = "") -> None:
-    """Raises ConfigError for every setting of the dataclass that is out of its bounds or contradicts another.
-
-    `where` is the path of the section that holds the settings, with a trailing point.
-    """
-    mistakes = Mistakes()
-    _collect_mistakes(settings, where, mistakes)
-    mistakes.raise_all()
-
-
-def _collect_mistakes(settings: Any, where: str, mistakes: Mistakes) -> None:
-    hints, num_own = typing.get_type_hints(type(settings)), 0
-    for field in dataclasses.fields(settings):
-        value, path = getattr(settings, field.name), where + field.name
-        items = [(f"{path}[{i}]", item) for i, item in enumerate(value)] if isinstance(value, list) else [(path, value)]
-        for within, item in items:
-            if dataclasses.is_dataclass(item):
-                _collect_mistakes(item, f"{within}.", mistakes)
-        num_before = len(mistakes)
-        with mistakes.collected():
-            if typing.get_origin(hints[field.name]) is Literal:
-                check_choice(hints[field.name], value, path)
-            check_bounds(value, field.metadata, path)
-        num_own += len(mistakes) - num_before
-    if num_own:  # contradictions may follow from them
-        return
-    for check in _contradiction_checks(settings, where):
-        with mistakes.collected():
-            check()
+    def contradictions(self) -> Contradictions:
+        yield from caught(check_reach, self, self.host)
+        if self.traces is not None:
+            yield from caught(check_traces_endpoint, self.traces)
+        yield from _check_names(self)
+        if self.fsdp and self.critic is None:
+            advice = "leave it out; to split a model that is too large for one device, use tensor_parallel"
+            yield "fsdp is on, but there is no critic to train", advice
+        for i, reward in enumerate(self.rewards):
+            yield from _check_sum(reward, f"rewards[{i}]", self.models)
 
 
-def _contradiction_checks(settings: Any, where: str) -> list[Callable[[], None]]:
-    checks: list[Callable[[], None]] = []
-    if isinstance(settings, LearningConfig):
-        checks.append(functools.partial(_check_learning, settings, where))
-    if isinstance(settings, CriticConfig):
-        checks.append(functools.partial(_check_critic, settings, where))
-    if isinstance(settings, IsolationConfig):
-        checks.append(functools.partial(_check_isolation, settings, where))
-    if isinstance(settings, JudgeConfig):
-        checks.append(functools.partial(_check_judge, settings, where))
-    if isinstance(settings, ChatJudgeConfig):
-        checks.append(functools.partial(check_chat_judge, settings, where))
-    if isinstance(settings, ServerConfig):
-        checks.append(functools.partial(check_reach, settings, settings.host))
-        server_checks = (check_tls, _check_traces, _check_names, _check_dashboard, _check_fsdp)
-        checks += [functools.partial(check, settings) for check in server_checks]
-        for i, reward in enumerate(settings.rewards):
-            checks.append(functools.partial(_check_reward, reward, f"rewards[{i}]", settings.models))
-    return checks
-
-
-def _check_traces(settings: ServerConfig) -> None:
-    if settings.traces is not None:
-        check_traces_endpoint(settings.traces)
-
-
-def _check_dashboard(settings: ServerConfig) -> None:
-    if settings.dashboard_samples and not settings.dashboard:
-        raise ConfigError("dashboard_samples is on, but dashboard is off", "leave out one of the two")
-
-
-def _check_fsdp(settings: ServerConfig) -> None:
-    if settings.fsdp and settings.critic is None:
-        raise ConfigError(
-            "fsdp is on, but there is no critic to train",
-            "leave it out; to split a model that is too large for one device, use tensor_parallel",
-        )
-
-
-def _check_learning(settings: Any, where: str) -> None:
-    if settings.dtype == "float16":
-        raise ConfigError(
-            f"{where}dtype is float16, in which gradients underflow to 0", "use bfloat16 or float32 to train"
-        )
-    betas, schedule = settings.betas, settings.lr_schedule
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"{where}betas is {betas}", "give two numbers of at least 0 and below 1, such as 0.9,0.98")
-    if schedule != "constant" and (settings.total_steps is None or settings.total_steps <= settings.warmup_steps):
-        raise ConfigError(
-            f"{where}lr_schedule is {schedule}, and total_steps is {settings.total_steps}",
-            f"set total_steps to the optimiser steps of the whole run, more than the warm-up's {settings.warmup_steps}",
-        )
-
-
-_REWARD_MODEL_SETTINGS = (
-    "reward_model_memory",
-    "reward_revision",
-    "reward_pooling",
-    "reward_attribute_weights",
-    "reward_mean",
-    "reward_std",
-)
-
-
-def _check_critic(settings: CriticConfig, where: str) -> None:
-    for name in FREEZING:
-        if (pattern := getattr(settings, name)) is None:
-            continue
-        try:
-            re.compile(pattern)
-        except re.error as e:
-            raise ConfigError(
-                f"{where}{name} is {pattern!r}, which is no regular expression: {e}",
-                r"give one that matches whole names of weights, such as '.*\.self_attn\..*'",
-            ) from e
-        if settings.lora is not None:
-            raise ConfigError(
-                f"{where}{name} is {pattern!r}, but lora is set, which trains adapters and the head alone",
-                "choose the adapted layers by lora_targets, or remove lora",
-            )
-    if settings.checkpoint_dir is None:
-        for name in ("save_every", "keep_best"):
-            if (value := getattr(settings, name)) is not None:
-                raise ConfigError(
-                    f"{where}{name} is {value}, but there is no folder for checkpoints", "give checkpoint_dir"
-                )
-    if settings.reward_model is None:
-        defaults = {field.name: field.default for field in dataclasses.fields(settings)}
-        for name in _REWARD_MODEL_SETTINGS:
-            if (value := getattr(settings, name)) != defaults[name]:
-                raise ConfigError(f"{where}{name} is {value}, but there is no reward model", "give reward_model")
-
-
-def _check_judge(settings: JudgeConfig, where: str) -> None:
-    if not settings.rubric:
-        raise ConfigError(f"{where}rubric is not given", "name the YAML file with the template, labels and criteria")
-
-
-def _check_isolation(settings: IsolationConfig, where: str) -> None:
-    if settings.isolate:
-        if sys.platform != "linux":
-            raise ConfigError(f"{where}isolate is on, which needs Linux", "leave it out, or serve it on Linux")
-        return
-    for field in dataclasses.fields(IsolationConfig):
-        if (value := getattr(settings, field.name)) != default_of(field):
-            raise ConfigError(f"{where}{field.name} is {value}, but isolate is off", "write `isolate: true` beside it")
-
-
-def _check_names(settings: ServerConfig) -> None:
+def _check_names(settings: ServerConfig) -> Contradictions:
     names = [model.name for model in settings.models] + [reward.name for reward in settings.rewards]
     if settings.critic is not None:
         names += [f"{settings.critic.name}_{what}" for what in ("infer", *Operation)]
-    for name in names:
+    for name, count in Counter(names).items():
         if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
-            raise ConfigError(
-                f"{name!r} cannot be a model's name", "use ASCII letters, digits, underscores, points and hyphens"
-            )
-        if names.count(name) > 1:
-            raise ConfigError(f"two models are named {name}", "give each a different `name:`, also those of `rewards:`")
+            yield f"{name!r} cannot be a model's name", "use ASCII letters, digits, underscores, points and hyphens"
+        if count > 1:
+            yield f"two models are named {name}", "give each a different `name:`, also those of `rewards:`"
 
 
-def _check_reward(settings: RewardConfig, where: str, models: list[ServedModelConfig]) -> None:
+def _check_sum(settings: RewardConfig, where: str, models: list[ServedModelConfig]) -> Contradictions:
     if not settings.components:
-        raise ConfigError(f"{where} has no components", "add `components:` with `- model:` lines")
-    seen: set[str] = set()
-    for i, component in enumerate(settings.components):
-        _check_component(component, f"{where}.components[{i}]", models)
-        if component.model in seen:
-            raise ConfigError(f"{where} has {component.model} twice", "leave one out, and add their weights")
-        seen.add(component.model)
-    if all(component.weight == 0 for component in settings.components):
-        raise ConfigError(f"{where}: all weights are 0", "give one component another `weight:`")
-
-
-def _check_component(settings: ComponentConfig, where: str, models: list[ServedModelConfig]) -> None:
-    if settings.judge is not None:
-        raise ConfigError(f"{where} has a model and a judge", "leave out one, or list the judge under `models:`")
+        yield f"{where} has no components", "add `components:` with `- model:` lines"
     rewarding = [model.name for model in models if not isinstance(model, TeacherConfig)]
-    if settings.model not in rewarding:
-        is_teacher = any(model.name == settings.model for model in models)
-        raise ConfigError(
-            f"{where}.model is {settings.model!r}, which {'gives no reward' if is_teacher else 'is not in `models:`'}",
-            f"use one of their names: {', '.join(rewarding)}" if rewarding else "list it under `models:` first",
-        )
-    if settings.model == "score":
-        raise ConfigError(f"{where}.model is score", "rename it: trainers use that name for the sum's reward")
-    given = [name for name in ("mean", "std") if getattr(settings, name) is not None]
-    if settings.normalize == "given" and not given:
-        raise ConfigError(f"{where}.normalize is given, but there is neither mean nor std", "give one or both")
-    if settings.normalize != "given" and given:
-        raise ConfigError(
-            f"{where}.{given[0]} is {getattr(settings, given[0]):g}, but normalize is {settings.normalize}",
-            "write `normalize: given`, or leave it out",
-        )
+    names = [component.model for component in settings.components]
+    for i, component in enumerate(settings.components):
+        if component.judge is not None:
+            what = f"{where}.components[{i}] has a model and a judge"
+            yield what, "leave out one, or list the judge under `models:`"
+        elif names[i] not in rewarding:
+            is_teacher = any(model.name == names[i] for model in models)
+            why = "gives no reward" if is_teacher else "is not in `models:`"
+            advice = f"use one of their names: {', '.join(rewarding)}" if rewarding else "list it under `models:` first"
+            yield f"{where}.components[{i}].model is {names[i]!r}, which {why}", advice
+        elif names[i] in names[:i]:
+            yield f"{where} has {names[i]} twice", "leave one out, and add their weights"
+    if settings.components and all(component.weight == 0 for component in settings.components):
+        yield f"{where}: all weights are 0", "give one component another `weight:`"

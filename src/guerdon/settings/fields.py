@@ -8,7 +8,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -28,17 +28,13 @@ def setting(
     """Makes a dataclass field with the text that `--help` and the documentation show, and the bounds of its values.
 
     `least` and `most` are inclusive, `above` is not. With `auto`, users may write that word for a value that is chosen
-    at startup; the field is then None.
+    at startup; the field is then None. A dataclass as the default makes a section of its settings.
     """
-    factory = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
     metadata = {"help": help, "flag": flag, "auto": auto, "least": least, "most": most, "above": above}
-    return dataclasses.field(metadata=metadata, **factory)
-
-
-def section(cls: type, help: str) -> Any:  # noqa: A002 - as above
-    """Makes a dataclass field that holds the settings of the dataclass `cls`."""
-    metadata = {"help": help, "flag": False, "auto": False, "least": None, "most": None, "above": None}
-    return dataclasses.field(metadata=metadata, default_factory=cls)
+    if isinstance(default, list | type):
+        factory = default if isinstance(default, type) else default.copy
+        return dataclasses.field(metadata=metadata, default_factory=factory)
+    return dataclasses.field(metadata=metadata, default=default)
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
@@ -60,17 +56,17 @@ def without_none(hint: Any) -> Any:
 
 
 class Mistakes:
-    """Collects the errors in settings, so that users see all of them at once."""
+    """Collects what is wrong with settings, so that users see all of it at once."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[str, ConfigError, str]] = []
+        self._found: list[tuple[str, str, str]] = []
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def add(self, error: ConfigError, place: str = "", brief: str | None = None) -> None:
-        """Adds an error; `place` is its file and line, `brief` replaces its help if there are several errors."""
-        self._found.append((f"{place}: " if place else "", error, brief or error.help))
+    def add(self, what: str, help: str, place: str = "", brief: str = "") -> None:  # noqa: A002 - as above
+        """Adds a mistake; `place` is its file and line, `brief` replaces its help if there are several mistakes."""
+        self._found.append((f"{place}: {what}" if place else what, help, brief or help))
 
     @contextmanager
     def collected(self, place: str = "") -> Iterator[None]:
@@ -78,18 +74,29 @@ class Mistakes:
         try:
             yield
         except ConfigError as e:
-            self.add(e, place)
+            self.add(str(e), e.help, place)
 
     def raise_all(self) -> None:
-        """Raises the only error, or a ConfigError with all of them as its notes; returns if there is none."""
+        """Raises a ConfigError for the only mistake, or one with all of them as its notes, if there is one."""
         if len(self._found) == 1:
-            ((place, error, _),) = self._found
-            raise ConfigError(f"{place}{error}", error.help) from error.__cause__
+            raise ConfigError(*self._found[0][:2])
         if self._found:
             together = ConfigError(f"{len(self._found)} settings are wrong", "correct each of those above")
-            for place, error, brief in self._found:
-                together.add_note(f"{place}{error}; {brief}")
+            for what, _, brief in self._found:
+                together.add_note(f"{what}; {brief}")
             raise together
+
+
+Contradictions = Iterator[tuple[str, str]]
+"""What is wrong with settings that are each within their bounds, without the path of their section; and what to do."""
+
+
+def caught(check: Callable[..., object], *given: Any) -> Contradictions:
+    """Yields the ConfigError that the check raises, if it raises one."""
+    try:
+        check(*given)
+    except ConfigError as e:
+        yield str(e), e.help
 
 
 def from_mapping(cls: type, data: Any, where: str = "") -> Any:
@@ -106,8 +113,8 @@ def from_mapping(cls: type, data: Any, where: str = "") -> Any:
 
 def _build(cls: type, data: Any, where: str, mistakes: Mistakes, place: str) -> Any:
     if not isinstance(data, dict):
-        found = f"{where or 'the file'} must be a mapping, not {type(data).__name__}"
-        mistakes.add(ConfigError(found, "write `key: value` lines"), place)
+        what = f"{where or 'the file'} must be a mapping, not {type(data).__name__}"
+        mistakes.add(what, "write `key: value` lines", place)
         return None
     hints, known = typing.get_type_hints(cls), {field.name: field.metadata for field in dataclasses.fields(cls)}
     values = {}
@@ -116,8 +123,8 @@ def _build(cls: type, data: Any, where: str, mistakes: Mistakes, place: str) -> 
         if key not in known:
             near = nearest(str(key), known)
             meant = f"did you mean {near}?" if near else ""
-            every = f"known here: {', '.join(sorted(known))}"
-            mistakes.add(ConfigError(f"unknown setting {path}", f"{meant} {every}".lstrip()), place, brief=meant)
+            every = f"{meant} known here: {', '.join(sorted(known))}".lstrip()
+            mistakes.add(f"unknown setting {path}", every, place, brief=meant)
             continue
         given = None if value == "auto" and known[key]["auto"] else value
         with mistakes.collected(place):
@@ -200,3 +207,38 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
     known = list(words)
     abbreviated = [name for name in known if "_" in name and "".join(part[:1] for part in name.split("_")) == word]
     return next(iter(abbreviated or difflib.get_close_matches(word, known, 1)), None)
+
+
+def check_settings(settings: Any, where: str = "") -> None:
+    """Raises ConfigError for every setting of the dataclass that is out of its bounds or contradicts another.
+
+    `where` is the path of the section that holds the settings, with a trailing point. A class says what may contradict
+    each other in its own fields by a method `contradictions`.
+    """
+    mistakes = Mistakes()
+    collect_mistakes(settings, where, mistakes)
+    mistakes.raise_all()
+
+
+def collect_mistakes(settings: Any, where: str, mistakes: Mistakes) -> bool:
+    """Adds what `check_settings` would raise; returns whether all values are within their bounds."""
+    hints, num_own, are_sections_fine = typing.get_type_hints(type(settings)), 0, True
+    for field in dataclasses.fields(settings):
+        value, path = getattr(settings, field.name), where + field.name
+        items = [(f"{path}[{i}]", item) for i, item in enumerate(value)] if isinstance(value, list) else [(path, value)]
+        for within, item in items:
+            if dataclasses.is_dataclass(item):
+                are_sections_fine &= collect_mistakes(item, f"{within}.", mistakes)
+        num_before = len(mistakes)
+        with mistakes.collected():
+            if typing.get_origin(hints[field.name]) is Literal:
+                check_choice(hints[field.name], value, path)
+            check_bounds(value, field.metadata, path)
+        num_own += len(mistakes) - num_before
+    if num_own:  # contradictions may follow from them
+        return False
+    for cls in reversed(type(settings).__mro__):
+        if "contradictions" in vars(cls):
+            for what, advice in vars(cls)["contradictions"](settings):
+                mistakes.add(where + what, advice)
+    return are_sections_fine

@@ -21,9 +21,8 @@ from guerdon.settings.config import (
     ServedModelConfig,
     ServerConfig,
     TeacherConfig,
-    check_settings,
 )
-from guerdon.settings.fields import default_of, from_mapping, without_none
+from guerdon.settings.fields import check_settings, default_of, from_mapping, without_none
 
 CRITIC_PORTS = {"port": 5556, "grpc_port": 5558}
 """Default ports of `serve-critic`, so that it can run beside a reward model's server."""

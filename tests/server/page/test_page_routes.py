@@ -27,8 +27,8 @@ from guerdon.settings.config import (
     ModelConfig,
     RewardConfig,
     ServerConfig,
-    check_settings,
 )
+from guerdon.settings.fields import check_settings
 from server.echo_service import EchoService
 from server.helpers import INFER, body_of, wait_until
 

@@ -20,8 +20,8 @@ from guerdon.actor.remote_teacher import RemoteTeacher
 from guerdon.actor.rollouts import Prompt
 from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.errors import ConfigError
-from guerdon.settings.actors import PolicyConfig, RolloutConfig, TeacherServer, check_sampling
-from guerdon.settings.config import check_settings
+from guerdon.settings.actors import PolicyConfig, RolloutConfig, TeacherServer
+from guerdon.settings.fields import check_settings
 from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
 from guerdon.training.optimiser import moment_bytes
 from guerdon.training.policy_trainer import PolicyTrainer, StepReport
@@ -104,7 +104,7 @@ class ReinforceActor:
         self.rollout_config = rollouts or RolloutConfig()
         self.micro_batch_size = micro_batch_size
         check_settings(self.policy_config)
-        check_sampling(self.rollout_config)
+        check_settings(self.rollout_config, "rollouts.")
         loaded = load_policy(self.policy_config, moment_bytes=moment_bytes(self.policy_config))
         self._reference: RemoteTeacher | None = None
         if reference is not None and reference.url is not None:
