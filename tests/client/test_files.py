@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from guerdon.client import RetryPolicy, RewardClient, Scores, window
+from guerdon.client import RetryPolicy, RewardClient, Scores
+from guerdon.client import score_file as window
 from guerdon.client.jsonl import ADDED
 from guerdon.client.score_file import score_file
 from guerdon.core import ScoreReply, ScoreRequest

@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from guerdon.client.addresses import Address
 from guerdon.client.calls import Call
@@ -110,26 +110,13 @@ class ResetCheck:
         return now.step >= self._step and now.step > report.step
 
 
-class TrainOutcome(Protocol):
-    """What both kinds of train futures offer."""
-
-    train_id: str
-
-    @property
-    def was_seen(self) -> bool: ...
-
-    def cancelled(self) -> bool: ...
-
-    def exception(self) -> BaseException | None: ...
-
-
 class Failures:
     """The failed train requests of one client, until somebody has looked at each; thread-safe."""
 
     def __init__(self) -> None:
-        self._failed: deque[tuple[TrainOutcome, BaseException]] = deque()
+        self._failed: deque[tuple[AnyTrainFuture, BaseException]] = deque()
 
-    def add(self, future: TrainOutcome, error: BaseException) -> None:
+    def add(self, future: AnyTrainFuture, error: BaseException) -> None:
         """Logs the failure, and keeps it for the next call."""
         log.error("train request %s failed: %s", future.train_id, str(error))
         if not isinstance(error, Cancelled):  # there is no next call
@@ -220,6 +207,9 @@ class AsyncTrainFuture(asyncio.Future[TrainReport]):
 
     def _look(self) -> None:
         self.was_seen |= self.done() and not self.cancelled()
+
+
+AnyTrainFuture: TypeAlias = TrainFuture[Any] | AsyncTrainFuture
 
 
 class OrderedSession(Session):

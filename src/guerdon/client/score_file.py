@@ -8,11 +8,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import orjson
@@ -21,13 +23,36 @@ from tqdm import tqdm
 from guerdon.client import Scores
 from guerdon.client.jsonl import Sample, is_pair, read_rows, samples_of, strip_added
 from guerdon.client.pair_report import PairReport
-from guerdon.client.window import RowGroup, Scorer, Window, group_rows
-from guerdon.errors import StartError, StorageFailed
+from guerdon.errors import (
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    SampleFailed,
+    StartError,
+    StorageFailed,
+    UnknownModel,
+)
 
 log = logging.getLogger(__name__)
 
 _SAME = 0.02
 """Rewards of one text by the same weights differ by less, relatively or absolutely, whatever shares their batch."""
+
+_ROW_ERRORS = (InvalidRequest, PayloadTooLarge, SampleFailed)
+"""Errors that a retry would repeat; after any other the row may be scored later."""
+
+_MAX_GROUP = 64
+_TIMEOUT_S = 3600.0
+"""Long, because nobody waits for a single row, and one slow request should not end the run."""
+
+_LEAST_PAUSE_S = 0.1
+
+
+class ScoreClient(Protocol):
+    """A RewardClient, or anything else with its `submit`."""
+
+    @property
+    def submit(self) -> Callable[..., Future[Scores]]: ...
 
 
 @dataclass(slots=True)
@@ -70,7 +95,7 @@ class FileSummary:
 
 
 def score_file(
-    scorer: Scorer,
+    scorer: ScoreClient,
     in_path: str | Path,
     out_path: str | Path,
     *,
@@ -122,9 +147,9 @@ def score_file(
             rows = itertools.islice(source.rows(), summary.num_resumed, None)
             with (
                 tqdm(total=num_samples, initial=summary.num_samples, unit="sample", disable=not progress) as bar,
-                Window(group_rows(rows, source.name, template), scorer, max_in_flight, out.flush) as window,
+                RowsInFlight(group_rows(rows, source.name, template), scorer, max_in_flight, out.flush) as answers,
             ):
-                for group, scores in window:
+                for group, scores in answers:
                     for row, part in _split_rows(group, scores, done.weights):
                         out.write(_encode_row(row, part, template))
                         summary._add(row, _rewards(part), part.errors)
@@ -236,7 +261,7 @@ class _ScoredRows:
         self.source, self.target, self.template = source, target, template
         self.weights = _WeightsCheck(target)
 
-    def check_weights(self, scorer: Scorer) -> None:
+    def check_weights(self, scorer: ScoreClient) -> None:
         """Scores the first row with a reward again: raises StartError if its weights are not those of all rows.
 
         Logs a warning if only its rewards differ: settings such as the pooling are no part of the weights' version.
@@ -249,8 +274,8 @@ class _ScoredRows:
                     first = RowGroup(None, [(row, len(samples))], samples)
         if first is not None:
             ((row, _),) = first.rows
-            with Window(iter([first]), scorer, 1, lambda: None) as window:
-                ((_, scores),) = window
+            with RowsInFlight(iter([first]), scorer, 1, lambda: None) as answers:
+                ((_, scores),) = answers
             if not scores.weights_version and all(scores.errors):
                 raise StartError(
                     f"{self.target} has rewards of a row that the model refuses: {scores.errors[0]}",
@@ -282,7 +307,8 @@ class _ScoredRows:
             line, row = next(rows, (0, {}))
             samples = samples_of(row, self.source.name, line, self.template) if row else []
             if not text.endswith(b"\n"):
-                if row and _is_beginning(text, row):
+                start = orjson.dumps(strip_added(row))[:-1] + b',"rewards":['
+                if row and (text.startswith(start) or start.startswith(text)):
                     return
                 raise self._other_input(number)
             done = _parse_scored(text, len(samples))
@@ -304,7 +330,7 @@ class _ScoredRows:
         )
 
 
-def _score_again(scorer: Scorer, done: _ScoredRows, target: Path, max_in_flight: int) -> None:
+def _score_again(scorer: ScoreClient, done: _ScoredRows, target: Path, max_in_flight: int) -> None:
     """Replaces the scores of output rows with failed samples: of all, or of none if the server fails."""
     copy = target.with_name(target.name + ".part")
     try:
@@ -314,8 +340,8 @@ def _score_again(scorer: Scorer, done: _ScoredRows, target: Path, max_in_flight:
                 for samples, row, _ in done.rows(failed)
                 if None in row["rewards"]
             )
-            with Window(groups, scorer, max_in_flight, part.flush) as window:
-                scored = iter(window)
+            with RowsInFlight(groups, scorer, max_in_flight, part.flush) as answers:
+                scored = iter(answers)
                 for _, row, text in done.rows(out):
                     if None in row["rewards"]:
                         ((_, scores),) = _split_rows(*next(scored), done.weights)
@@ -338,12 +364,6 @@ def _parse_scored(text: bytes, num_samples: int) -> dict[str, Any] | None:
     if not isinstance(rewards, list) or len(rewards) != num_samples or not isinstance(errors, list):
         return None
     return row if all(reward is None or type(reward) in (int, float) for reward in rewards) else None
-
-
-def _is_beginning(text: bytes, row: dict[str, Any]) -> bool:
-    """Returns whether an incomplete line is the start of the row's own output."""
-    start = orjson.dumps(strip_added(row))[:-1] + b',"rewards":['
-    return text.startswith(start) or start.startswith(text)
 
 
 def _check_paths(source: Path, target: Path) -> None:
@@ -384,3 +404,120 @@ def _open(target: Path) -> BinaryIO:
         return open(target, "ab+")
     except OSError as e:
         raise StartError(f"cannot write to {target}: {e.strerror}", "check the folder and its permissions") from e
+
+
+@dataclass(slots=True)
+class RowGroup:
+    """Neighbouring rows with the same prompt, each with the number of its samples; sent in one request."""
+
+    prompt: Any
+    rows: list[tuple[dict[str, Any], int]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    future: Future[Scores] | None = None
+    """None before it is sent, and after the server had no room for it."""
+
+    def submit(self, scorer: ScoreClient) -> None:
+        if not self.samples:
+            self.future = Future()
+            self.future.set_result(Scores(np.zeros(0, np.float32), []))
+            return
+        kind = "texts" if isinstance(self.samples[0], str) else "messages"
+        hints: dict[str, list[Any]] = {}  # which functions at the server may read
+        if all(isinstance(row.get("prompt"), str) for row, _ in self.rows):
+            hints["prompts"] = [row["prompt"] for row, count in self.rows for _ in range(count)]
+        if any("label" in row for row, _ in self.rows):
+            hints["labels"] = [row.get("label") for row, count in self.rows for _ in range(count)]
+        self.future = scorer.submit(**{kind: self.samples, **hints, "timeout_s": _TIMEOUT_S})
+
+    @property
+    def is_busy(self) -> bool:
+        return self.future is not None and not self.future.done()
+
+
+class RowsInFlight:
+    """Iterates over the groups with their scores, in order, while later groups are under way.
+
+    Sends groups until `max_samples` samples are under way; halves that limit when the server has no room, and raises it
+    again with each answer.
+    """
+
+    def __init__(
+        self, groups: Iterator[RowGroup], scorer: ScoreClient, max_samples: int, on_wait: Callable[[], None]
+    ) -> None:
+        self._groups, self._scorer, self._on_wait = groups, scorer, on_wait
+        self._max_samples = self._limit = max_samples
+        self._waiting: deque[RowGroup] = deque()
+
+    def __enter__(self) -> RowsInFlight:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for group in self._waiting:
+            if group.future is not None:
+                group.future.cancel()
+
+    def __iter__(self) -> Iterator[tuple[RowGroup, Scores]]:
+        while self._fill():
+            group = self._waiting[0]
+            assert group.future is not None, "the first group is always sent"
+            if group.is_busy:
+                self._on_wait()
+            try:
+                scores = group.future.result()
+            except Overloaded as e:
+                self._make_room(e)
+                continue
+            except UnknownModel:
+                raise
+            except _ROW_ERRORS as e:
+                n = len(group.samples)
+                scores = Scores(np.full(n, np.nan, np.float32), [str(e)] * n)
+            self._waiting.popleft()
+            self._limit = min(self._max_samples, self._limit + 1)
+            yield group, scores
+
+    def _fill(self) -> bool:
+        """Sends the groups for which there is room, always the first; returns whether there is one."""
+        waiting = self._waiting
+        held = sum(len(group.rows) + len(group.samples) for group in waiting)
+        while held < 2 * self._max_samples and (group := next(self._groups, None)) is not None:
+            waiting.append(group)
+            held += len(group.rows) + len(group.samples)
+        busy = sum(len(group.samples) for group in waiting if group.is_busy)
+        for group in waiting:
+            if group.future is None:
+                if busy >= self._limit and group is not waiting[0]:
+                    break
+                group.submit(self._scorer)
+                busy += len(group.samples)
+        return bool(waiting)
+
+    def _make_room(self, error: Overloaded) -> None:
+        """Marks all refused groups as unsent, halves the limit and waits."""
+        for group in self._waiting:
+            future = group.future
+            if future is not None and future.done() and isinstance(future.exception(), Overloaded):
+                group.future = None
+        self._limit = max(1, self._limit // 2)
+        self._on_wait()
+        time.sleep(max(_LEAST_PAUSE_S, error.retry_after_s or 0.0))
+
+
+def group_rows(rows: Iterator[tuple[int, dict[str, Any]]], source: Path, template: bool) -> Iterator[RowGroup]:
+    """Yields neighbouring rows with the same prompt as groups of at most 64 samples."""
+    group: RowGroup | None = None
+    for line, row in rows:
+        samples, prompt = samples_of(row, source, line, template), row.get("prompt")
+        if group is not None and not (
+            prompt is not None
+            and prompt == group.prompt
+            and len(group.samples) + len(samples) <= _MAX_GROUP
+            and {type(s) for s in samples} == {type(s) for s in group.samples}
+        ):
+            yield group
+            group = None
+        group = group or RowGroup(prompt)
+        group.rows.append((row, len(samples)))
+        group.samples += samples
+    if group is not None:
+        yield group
