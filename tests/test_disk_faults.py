@@ -17,7 +17,8 @@ import pytest
 
 from disks import fill, remount, small_disk
 from guerdon import CriticClient, RetryPolicy, RewardClient, cli
-from guerdon.actor.run_checkpoints import CheckpointSaver, RunCheckpoints, RunState, Snapshot
+from guerdon.actor.run_checkpoints import CheckpointSaver, RunCheckpoints, RunState
+from guerdon.actor.run_checkpoints import RunSnapshot as Snapshot
 from guerdon.actor.trackers import Trackers, read_metrics
 from guerdon.client import Scores
 from guerdon.client.score_file import score_file

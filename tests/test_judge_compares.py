@@ -14,7 +14,7 @@ import torch
 import judged
 import served
 import zoo
-from guerdon.adapters.trl import RewardFunction
+from guerdon.adapters.trl import reward_function as RewardFunction
 from guerdon.client import RewardClient, Scores
 from guerdon.comparisons import bradley_terry, make_pairs
 from guerdon.errors import GuerdonError

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import served
-from guerdon.adapters.openrlhf_critic import ServedCritic, _gather
+from guerdon.adapters.openrlhf_critic import CriticActor as ServedCritic
+from guerdon.adapters.openrlhf_critic import _gather
 from guerdon.errors import ConfigError
 
 

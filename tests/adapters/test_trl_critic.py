@@ -14,7 +14,8 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 import served
 import zoo
 from guerdon import CriticClient, Gae
-from guerdon.adapters.trl_critic import ServedCritic, use_critic
+from guerdon.adapters.trl_critic import CriticCallback as ServedCritic
+from guerdon.adapters.trl_critic import use_critic
 from guerdon.critic_core import TrainRequest
 from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.server.runtime import RunningServer

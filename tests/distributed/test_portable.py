@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from guerdon.actor.policy_group import Call, Generate, GenerateMore, GenerationRound, Open
+from guerdon.actor.policy_group import Generate, GenerateMore, GenerationRound, OnTrainer, Open
 from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.core import Command, Score, Scored, Sequence, Signal
 from guerdon.critic_core import Gae, TrainReport, TrainRequest
@@ -99,8 +99,8 @@ VALUES: list[Any] = [
     Generate([PROMPT], 2, RolloutConfig(), (1, 2), False),
     GenerationRound([[Rollout(PROMPT, 0, 0, ROW, True, np.ones(2, np.float32), "text", observed=ROW > 3)]], True),
     GenerateMore(),
-    Call("logprobs", ([ROW], ROW, 1.0)),
-    Call("save", (Path("/tmp/x"),), {}),
+    OnTrainer("logprobs", ([ROW], ROW, 1.0)),
+    OnTrainer("save", (Path("/tmp/x"),), {}),
     AlgorithmConfig(),
 ]
 

@@ -7,7 +7,7 @@ reinforce.train       the loop, as in one process            launch._follow
 training_run.Run      prompts, rewards, checkpoints
 update.update
 PolicyGroup.step
-Group.execute            -- Call, the rows and the loss ----->  Group.follow
+Group.execute            -- OnTrainer, its rows and loss ---->  Group.follow
 PolicyWorker.execute                                         PolicyWorker.execute
 PolicyTrainer.step    its shard of the rows                  PolicyTrainer.step
 Group.execute            <-- result --------------------------  Group.follow

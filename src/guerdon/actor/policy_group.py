@@ -74,7 +74,7 @@ class GenerationRound:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class OnTrainer:
     """Call this method of every rank's PolicyTrainer; the arguments must be data, as PolicyLoss is."""
 
     method: str
@@ -82,7 +82,7 @@ class Call:
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-PolicyCommand: TypeAlias = Open | Generate | GenerateMore | Call | Command
+PolicyCommand: TypeAlias = Open | Generate | GenerateMore | OnTrainer | Command
 
 
 # ------------------------------------------------------------------------------------------- on every rank
@@ -112,7 +112,7 @@ class PolicyWorker:
             case Generate():
                 self._begin(command)
                 return self._run_round()
-            case Call(method, args, kwargs):
+            case OnTrainer(method, args, kwargs):
                 result = getattr(self.trainer, method)(*args, **kwargs)
                 return result if self._ranks.is_leader else None
         return None
@@ -127,7 +127,7 @@ class PolicyWorker:
     def is_watched(self, command: PolicyCommand) -> bool:
         """Whether the command runs the policy's layers, which tick."""
         runs_layers = isinstance(command, Generate | GenerateMore) or (
-            isinstance(command, Call) and command.method in ("logprobs", "reference_logprobs", "step")
+            isinstance(command, OnTrainer) and command.method in ("logprobs", "reference_logprobs", "step")
         )
         return self._is_ticking and runs_layers
 
@@ -260,7 +260,7 @@ class PolicyGroup:
         self._call("load", folder.absolute())
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._group.execute(Call(method, args, kwargs))
+        return self._group.execute(OnTrainer(method, args, kwargs))
 
     def __enter__(self) -> Self:
         return self

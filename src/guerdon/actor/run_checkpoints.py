@@ -315,7 +315,7 @@ def save_paired_critic(
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class RunSnapshot:
     """A run between two steps: its state, a function that writes its policy, and the critic's metrics."""
 
     state: RunState
@@ -342,7 +342,7 @@ class CheckpointSaver:
         """Seconds that a preempted run still gives a server for requests in progress."""
         return _LEAVING_S + 2 * (self.last_save_s or 0.0)
 
-    def save(self, snapshot: Snapshot, wait: WaitForSave = Future.result) -> None:
+    def save(self, snapshot: RunSnapshot, wait: WaitForSave = Future.result) -> None:
         """Saves a checkpoint and the critic's, for which `wait` waits; no-op if this step is saved.
 
         Raises StorageFailed, and what the critic's server raises; older checkpoints stay.
@@ -359,7 +359,7 @@ class CheckpointSaver:
         self.last_save_s = time.monotonic() - began
         self._is_overdue = False
 
-    def save_if_due(self, steps: int, snapshot: Snapshot, wait: WaitForSave) -> None:
+    def save_if_due(self, steps: int, snapshot: RunSnapshot, wait: WaitForSave) -> None:
         """As `save`, every `steps` steps; logs an error if the disk is full, and retries after the next step."""
         if snapshot.state.step % steps and not self._is_overdue:
             return
@@ -370,7 +370,7 @@ class CheckpointSaver:
             step = snapshot.state.step
             log.error("STEP %d IS NOT SAVED: %s. The run continues, and tries again after the next step", step, e)
 
-    def save_preempted(self, snapshot: Snapshot) -> None:
+    def save_preempted(self, snapshot: RunSnapshot) -> None:
         """As `save` for a preempted run: abandons the critic's requests in progress, and waits for at most `grace_s`.
 
         If nothing could be saved, `newest` is an older one.

@@ -29,8 +29,8 @@ from guerdon.actor.run_checkpoints import (
     CheckpointSaver,
     RunCheckpoint,
     RunCheckpoints,
+    RunSnapshot,
     RunState,
-    Snapshot,
     check_pairable,
     check_settings_unchanged,
     decisive_contents,
@@ -374,10 +374,10 @@ class Run:
         if self._stopped is not None:
             raise Preempted
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> RunSnapshot:
         metrics = {"actor_step": float(self.step)}
         metrics |= {name: self._metrics[name] for name in _KEPT_WITH_CRITIC if name in self._metrics}
-        return Snapshot(RunState(self.id, self.step, self._decisive, self.memory), self.policy.save, metrics)
+        return RunSnapshot(RunState(self.id, self.step, self._decisive, self.memory), self.policy.save, metrics)
 
     def _generate(self, prompts: list[Prompt], num: int, step: int) -> Iterator[list[Rollout]]:
         if self._generator_version != self.policy.trainer.weights_version:

@@ -23,7 +23,7 @@ SOON_S = 12.0
 """The time limit of a blocking call with all its tries: below AReaL's time-out, after which it gives 0."""
 
 
-class RewardFunction:
+class ArealReward:
     """Asks a served model for the reward of one sample; calls block. It can be pickled."""
 
     def __init__(
@@ -67,20 +67,20 @@ class RewardFunction:
         return sample if self._labels is None else {**sample, "labels": [data[self._labels]]}
 
 
-class AsyncRewardFunction(RewardFunction):
-    """`RewardFunction` for `await`, as AReaL's workflows await their `async_reward_fn`."""
+class AsyncArealReward(ArealReward):
+    """`ArealReward` for `await`, as AReaL's workflows await their `async_reward_fn`."""
 
     def __init__(self, url: str | Sequence[str], model: str = "reward_model", **more: Any) -> None:
-        """Takes `RewardFunction`'s arguments; the default `timeout_s` is longer."""
+        """Takes `ArealReward`'s arguments; the default `timeout_s` is longer."""
         super().__init__(url, model, **{"timeout_s": TIMEOUT_S, **more})
 
     async def __call__(  # type: ignore[override]
         self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
     ) -> float:
-        """Returns the reward; raises as `RewardFunction` does."""
+        """Returns the reward; raises as `ArealReward` does."""
         sample = self._make_sample(prompt, completions, prompt_ids, completion_ids, data)
         scores = await self._judge.score_async(completes=self._ending is None, **sample)
         return float(scores.raise_for_failed().rewards[0])
 
 
-reward_function, async_reward_function = RewardFunction, AsyncRewardFunction
+reward_function, async_reward_function = ArealReward, AsyncArealReward

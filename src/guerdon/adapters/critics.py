@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,21 +22,31 @@ NOTE = "served_critic.json"
 """The file in a trainer's checkpoint that names the critic's."""
 
 
-def connect(url: str, name: str = "critic", timeout_s: float = TIMEOUT_S) -> CriticClient:
-    """Returns a client of the served critic, which waits for a server that is away or has not started yet."""
-    return CriticClient(url, name, policy=RetryPolicy.patient(timeout_s, wait_for_start=True))
+def connect(
+    url: str, name: str = "critic", timeout_s: float = TIMEOUT_S, *, saves: bool = False, instead: str = ""
+) -> CriticClient:
+    """Returns a client of the served critic, which waits for a server that is away or has not started yet.
 
-
-def refuse_without_checkpoints(critic: CriticClient, url: str, instead: str) -> None:
-    """Raises ConfigError if the critic keeps no checkpoints, without which the trainer's own are of no use.
-
-    `instead` says how the trainer saves none.
+    If the trainer `saves` checkpoints, raises ConfigError if the critic keeps none, without which the trainer's own are
+    of no use; `instead` says how the trainer saves none.
     """
-    if not critic.state().is_durable:
+    critic = CriticClient(url, name, policy=RetryPolicy.patient(timeout_s, wait_for_start=True))
+    if saves and not critic.state().is_durable:
         raise ConfigError(
             f"the trainer saves checkpoints, and the critic at {url} keeps none",
             f"start it with --checkpoint-dir, or {instead}",
         )
+    return critic
+
+
+def rows_where(mask: Any, table: Any) -> list[np.ndarray]:
+    """Returns each row of a tensor `[B, S]` without what the mask `[B, S]` leaves out, such as padding."""
+    return [row[kept.bool()].cpu().numpy() for kept, row in zip(mask, table, strict=True)]
+
+
+def before_response(num_tokens: int, length: int) -> slice:
+    """Returns the places of the states before each token of a response, which ends a row of so many tokens."""
+    return slice(num_tokens - 1 - length, num_tokens - 1)
 
 
 def at_tokens_before(responses: Iterable[np.ndarray], tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -46,14 +57,14 @@ def at_tokens_before(responses: Iterable[np.ndarray], tokens: Sequence[np.ndarra
     rows = []
     for numbers, row in zip(responses, tokens, strict=True):
         placed = np.zeros(len(row) - 1, np.float32)
-        placed[len(placed) - len(numbers) :] = numbers
+        placed[before_response(len(row), len(numbers))] = numbers
         rows.append(placed)
     return rows
 
 
 def before_responses(values: Iterable[np.ndarray], lengths: Iterable[int]) -> list[np.ndarray]:
     """Returns the values of the states before each token of the responses, `[R_i]`, out of whole rows' `[T_i]`."""
-    return [row[len(row) - 1 - length : len(row) - 1] for row, length in zip(values, lengths, strict=True)]
+    return [row[before_response(len(row), length)] for row, length in zip(values, lengths, strict=True)]
 
 
 def save_beside(critic: CriticClient, folder: str | Path, step: int) -> None:

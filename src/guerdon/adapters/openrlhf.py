@@ -22,7 +22,7 @@ from guerdon.wire.score_tensors import prompt_groups
 log = logging.getLogger(__name__)
 
 
-class RewardFunction:
+class OpenRLHFReward:
     """Asks a served model for the rewards of whole texts, from any thread. It can be pickled."""
 
     def __init__(
@@ -62,4 +62,4 @@ class RewardFunction:
         return {"rewards": rewards, "scores": rewards, "extra_logs": components}
 
 
-reward_function = RewardFunction
+reward_function = OpenRLHFReward

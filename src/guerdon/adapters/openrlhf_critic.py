@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from guerdon.adapters.critics import connect, load_beside, refuse_without_checkpoints, save_beside
+from guerdon.adapters.critics import connect, load_beside, rows_where, save_beside
 from guerdon.errors import ConfigError
 
 
-class ServedCritic:
+class CriticActor:
     """Stands for OpenRLHF's CriticModelActor: what its trainer calls, each for all micro-batches at once."""
 
     def __init__(self, world_size: int, rank: int, master_addr: str | None = None, master_port: int | None = None):
@@ -43,9 +43,8 @@ class ServedCritic:
         self._args, self._folder, self._step = strategy.args, Path(strategy.args.ckpt.path), 0
         if self._rank > 0:
             return
-        self._critic = connect(url)
-        if self._args.ckpt.save_steps > 0 and not self._args.ckpt.disable_ds:
-            refuse_without_checkpoints(self._critic, url, "leave out --ckpt.save_steps")
+        saves = self._args.ckpt.save_steps > 0 and not self._args.ckpt.disable_ds
+        self._critic = connect(url, saves=saves, instead="leave out --ckpt.save_steps")
         latest = self._folder / "_actor" / "latest"
         if self._args.ckpt.load_enable and latest.exists():
             tag = latest.read_text().strip()
@@ -59,7 +58,7 @@ class ServedCritic:
 
     def forward(self, sequences: Sequence[Any], action_mask: Sequence[Any], attention_mask: Sequence[Any]) -> list[Any]:
         """Returns the values `[B, A]` of the states before the actions, 0 where `action_mask` is, per micro-batch."""
-        tokens = [row for both in zip(sequences, attention_mask, strict=True) for row in _tokens(*both)]
+        tokens = [row for both in zip(attention_mask, sequences, strict=True) for row in rows_where(*both)]
         values = iter(self._critic.infer(tokens=tokens).raise_for_failed().values)
         return [_spread(values, *masks) for masks in zip(attention_mask, action_mask, strict=True)]
 
@@ -74,7 +73,7 @@ class ServedCritic:
             return {}
         self._step += 1
         parts, self._experiences = self._experiences, []
-        tokens = [row for e in parts for row in _tokens(e.sequences, e.attention_mask)]
+        tokens = [row for e in parts for row in rows_where(e.attention_mask, e.sequences)]
         returns, values, mask = (
             [row for e in parts for row in _gather(getattr(e, name), e.attention_mask)]
             for name in ("returns", "values", "action_mask")
@@ -114,12 +113,7 @@ class WithoutGpu:
         """Returns a Ray class that needs none."""
         import ray
 
-        return ray.remote(ServedCritic).options(num_cpus=0, num_gpus=0, resources=resources)
-
-
-def _tokens(sequences: Any, attention_mask: Any) -> list[np.ndarray]:
-    """Returns each row `[S]` without padding, wherever it is."""
-    return [row[mask.bool()].numpy() for row, mask in zip(sequences, attention_mask, strict=True)]
+        return ray.remote(CriticActor).options(num_cpus=0, num_gpus=0, resources=resources)
 
 
 def _spread(values: Any, attention_mask: Any, action_mask: Any) -> Any:
@@ -138,7 +132,7 @@ def _gather(column: Any, attention_mask: Any) -> list[np.ndarray]:
 
     whole = torch.zeros(attention_mask.shape, dtype=torch.float32)
     whole[:, -1 - column.shape[1] : -1] = column
-    return [row[mask.bool()][:-1].numpy() for row, mask in zip(whole, attention_mask, strict=True)]
+    return [row[:-1] for row in rows_where(attention_mask, whole)]
 
 
 def main() -> None:

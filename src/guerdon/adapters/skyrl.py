@@ -18,12 +18,18 @@ from guerdon.adapters.critics import (
     before_responses,
     connect,
     load_beside,
-    refuse_without_checkpoints,
+    rows_where,
     save_beside,
 )
 from guerdon.client import CriticClient
 from guerdon.client.ordering import TrainFuture
 from guerdon.critic_core import TrainReport
+
+_METRICS = {
+    "critic_loss": "loss", "values_clipfrac": "clip_fraction", "critic_lr": "learning_rate", "grad_norm": "grad_norm",
+    "explained_variance": "explained_variance",
+}  # fmt: skip
+"""SkyRL's names of a report's fields."""
 
 
 def with_critic(trainer: Any) -> Any:
@@ -39,9 +45,8 @@ def with_critic(trainer: Any) -> Any:
             url, model.path = model.path, None
             super().build_models(*workers)
             model.path = url
-            self._critic = connect(url)
-            if self.cfg.trainer.ckpt_interval > 0:
-                refuse_without_checkpoints(self._critic, url, "set trainer.ckpt_interval=-1")
+            saves = self.cfg.trainer.ckpt_interval > 0
+            self._critic = connect(url, saves=saves, instead="set trainer.ckpt_interval=-1")
 
         def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
             """Adds the values of the states before each token of the responses, beside SkyRL's log-probs."""
@@ -49,7 +54,8 @@ def with_critic(trainer: Any) -> Any:
 
             training_input = super().fwd_logprobs_values_reward(training_input)
             mask = training_input["response_mask"].bool()
-            values = self._critic.infer(tokens=_tokens(training_input)).raise_for_failed().values
+            tokens = rows_where(training_input["attention_mask"], training_input["sequences"])
+            values = self._critic.infer(tokens=tokens).raise_for_failed().values
             found = before_responses(values, mask.sum(1).tolist())
             table = torch.zeros(mask.shape)
             table[mask] = torch.cat([torch.from_numpy(row) for row in found])
@@ -60,16 +66,17 @@ def with_critic(trainer: Any) -> Any:
             """Trains the critic at the server, while the policy is trained here."""
             future = self._train_critic(data)
             status = super().train_critic_and_policy(data)
-            self.all_metrics.update({f"critic/{name}": number for name, number in _metrics(future.result()).items()})
+            report = future.result()
+            self.all_metrics.update({f"critic/{name}": getattr(report, ours) for name, ours in _METRICS.items()})
             return status
 
         def _train_critic(self, data: Any) -> TrainFuture[TrainReport]:
             count = len(data["sequences"]) - data.metadata["pad_size"]
-            tokens, mask = _tokens(data)[:count], data["response_mask"][:count].bool()
+            tokens = rows_where(data["attention_mask"], data["sequences"])[:count]
             # Each response counts as one, however long it is: so SkyRL's loss is the mean of the responses' means.
             weights = data["loss_mask"] / data["loss_mask"].sum(1, keepdim=True).clamp(min=1)
             columns = [
-                at_tokens_before([row[kept].numpy() for row, kept in zip(table[:count], mask, strict=True)], tokens)
+                at_tokens_before(rows_where(data["response_mask"][:count], table[:count]), tokens)
                 for table in (data["returns"], data["values"], weights)
             ]
             about = self.cfg.trainer
@@ -120,19 +127,3 @@ def _run(config: Any) -> None:
             return with_critic(RayPPOTrainer)(**arguments)
 
     Experiment(config).run()
-
-
-def _tokens(data: Any) -> list[Any]:
-    """Returns each row's tokens without the pads before them."""
-    kept = data["attention_mask"].bool()
-    return [row[mask].numpy() for row, mask in zip(data["sequences"], kept, strict=True)]
-
-
-def _metrics(report: TrainReport) -> dict[str, float]:
-    return {
-        "critic_loss": report.loss,
-        "values_clipfrac": report.clip_fraction,
-        "critic_lr": report.learning_rate,
-        "grad_norm": report.grad_norm,
-        "explained_variance": report.explained_variance,
-    }

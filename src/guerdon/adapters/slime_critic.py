@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from guerdon.adapters.critics import at_tokens_before, connect, load_beside, refuse_without_checkpoints, save_beside
+from guerdon.adapters.critics import at_tokens_before, before_response, connect, load_beside, save_beside
 from guerdon.adapters.judge import refuse_unknown
 from guerdon.critic_core import Gae
 from guerdon.errors import ConfigError
@@ -36,7 +36,7 @@ class Settings:
 
 
 @dataclasses.dataclass
-class Row:
+class RolloutRow:
     """One sample: its place in the rollout, tokens `[T]`, its response's loss mask `[R]`, and KL penalties or None."""
 
     place: int
@@ -70,7 +70,7 @@ def compute_advantages(args: Namespace, rollout_data: dict[str, Any]) -> None:
         rollout_data[name] = parts
 
 
-def _make_rows(args: Namespace, data: dict[str, Any]) -> list[Row]:
+def _make_rows(args: Namespace, data: dict[str, Any]) -> list[RolloutRow]:
     from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
 
     penalties: list[Any] = [None] * len(data["tokens"])
@@ -78,14 +78,14 @@ def _make_rows(args: Namespace, data: dict[str, Any]) -> list[Row]:
         lengths = zip(data["kl"], data["total_lengths"], data["response_lengths"], strict=True)
         penalties = [(-args.kl_coef * all_gather_with_cp(*kl)).detach().float().cpu().numpy() for kl in lengths]
     return [
-        Row(place, tokens.cpu().numpy(), mask.cpu().numpy(), float(reward), penalty)
+        RolloutRow(place, tokens.cpu().numpy(), mask.cpu().numpy(), float(reward), penalty)
         for place, tokens, mask, reward, penalty in zip(
             data["partition"], data["tokens"], data["loss_masks"], data["rewards"], penalties, strict=True
         )
     ]
 
 
-def _ask_once(args: Namespace, rows: list[Row]) -> Answer | Exception:
+def _ask_once(args: Namespace, rows: list[RolloutRow]) -> Answer | Exception:
     """Returns the critic's answer to the rows of all ranks, or the error, on each of them."""
     import torch.distributed as dist
     from megatron.core import mpu
@@ -116,17 +116,16 @@ class _Critic:
     def __init__(self, args: Namespace, settings: Settings) -> None:
         self._args, self._settings = args, settings
         timeout_s = settings.timeout_s or 0.9 * 60 * args.distributed_timeout_minutes
-        self._client = connect(settings.url, settings.name, timeout_s)
+        saves = args.save_interval is not None
+        self._client = connect(settings.url, settings.name, timeout_s, saves=saves, instead="leave out --save-interval")
         lam_critic = args.lambd if settings.lam_critic is None else settings.lam_critic
         self._rule = Gae(args.gamma, lam_critic, settings.lam_policy, settings.lam_alpha)
         self._run = args.save or uuid.uuid4().hex
-        if args.save_interval is not None:
-            refuse_without_checkpoints(self._client, settings.url, "leave out --save-interval")
         self._rollout = _first_rollout(args)
         if self._rollout > 0:
             load_beside(self._client, _folder(args.load, self._rollout - 1))
 
-    def train(self, rows: list[Row]) -> Answer:
+    def train(self, rows: list[RolloutRow]) -> Answer:
         from slime.utils.misc import should_run_periodic_action
 
         rows = sorted(rows, key=lambda row: row.place)
@@ -146,7 +145,7 @@ class _Critic:
         self._rollout += 1
         answer = {}
         for i, row in enumerate(rows):
-            span = slice(len(row.tokens) - 1 - len(row.mask), len(row.tokens) - 1)
+            span = before_response(len(row.tokens), len(row.mask))
             answer[row.place] = (report.advantages[i, span] * is_warm, report.returns[i, span])
         return answer
 
@@ -177,7 +176,7 @@ def _folder(of_slime: str, rollout: int) -> Path:
     return Path(of_slime) / "served_critic" / f"rollout_{rollout}"
 
 
-def _shape_rewards(row: Row) -> np.ndarray:
+def _shape_rewards(row: RolloutRow) -> np.ndarray:
     """Returns the rewards of the response's tokens `[R]`: the KL penalties, and at the last unmasked one the reward."""
     assert row.penalties is not None
     shaped = row.penalties.copy()

@@ -19,7 +19,7 @@ from guerdon.errors import ConfigError
 log = logging.getLogger(__name__)
 
 
-class RewardFunction:
+class TrlReward:
     """Asks a served model for the reward of each prompt with its completion; calls block. It can be pickled."""
 
     def __init__(
@@ -80,13 +80,13 @@ class RewardFunction:
         return none_for_nan(scores.rewards)
 
 
-class AsyncRewardFunction(RewardFunction):
-    """`RewardFunction` for `await`: since 0.27 TRL runs all its async reward functions concurrently."""
+class AsyncTrlReward(TrlReward):
+    """`TrlReward` for `await`: since 0.27 TRL runs all its async reward functions concurrently."""
 
     async def __call__(  # type: ignore[override]
         self, prompts: Sequence[Prompt], completions: Sequence[Prompt], **columns: Any
     ) -> list[float | None]:
-        """Returns what `RewardFunction` returns."""
+        """Returns what `TrlReward` returns."""
         samples = self._make_samples(prompts, completions, columns)
         return self._log_and_return(await self._judge.score_async(completes=self._ending is None, **samples), columns)
 
@@ -95,4 +95,4 @@ class AsyncRewardFunction(RewardFunction):
     __defaults__ = __kwdefaults__ = None
 
 
-reward_function, async_reward_function = RewardFunction, AsyncRewardFunction
+reward_function, async_reward_function = TrlReward, AsyncTrlReward

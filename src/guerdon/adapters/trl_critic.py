@@ -6,7 +6,7 @@ use_critic(trainer, "http://127.0.0.1:5556", gae=Gae(lam_alpha=0.05), updates=2)
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +16,18 @@ from transformers import TrainerCallback
 from guerdon.adapters.critics import (
     TIMEOUT_S,
     at_tokens_before,
+    before_response,
     connect,
     load_beside,
-    refuse_without_checkpoints,
+    rows_where,
     save_beside,
 )
 from guerdon.client import CriticClient
 from guerdon.critic_core import Gae
 from guerdon.errors import GuerdonError, InvalidRequest
+
+MaskedTokens = tuple[np.ndarray, np.ndarray]
+"""The tokens of a prompt with its completion, and which of the completion's count."""
 
 
 def use_critic(
@@ -47,20 +51,12 @@ def use_critic(
 
     if not isinstance(trainer, GRPOTrainer):
         raise InvalidRequest(f"{type(trainer).__name__} has no advantages of tokens: use a GRPOTrainer")
-    critic = connect(url, name, timeout_s)
-    if trainer.args.save_strategy != "no":
-        refuse_without_checkpoints(critic, url, "set save_strategy='no'")
-    trainer.add_callback(ServedCritic(trainer, critic, gae or Gae(), updates, whiten))
+    saves = trainer.args.save_strategy != "no"
+    critic = connect(url, name, timeout_s, saves=saves, instead="set save_strategy='no'")
+    trainer.add_callback(CriticCallback(trainer, critic, gae or Gae(), updates, whiten))
 
 
-class _Sample(NamedTuple):
-    """A prompt with its completion, and which of the completion's tokens count."""
-
-    tokens: np.ndarray
-    mask: np.ndarray
-
-
-class ServedCritic(TrainerCallback):
+class CriticCallback(TrainerCallback):
     """Replaces a trainer's advantages, and saves and loads the critic with the trainer; made by `use_critic`."""
 
     def __init__(self, trainer: Any, critic: CriticClient, gae: Gae, updates: int, whiten: bool) -> None:
@@ -90,28 +86,22 @@ class ServedCritic(TrainerCallback):
 
     def _make_batch_with_critic(self, inputs: Any) -> dict[str, Any]:
         batch: dict[str, Any] = self._make_batch(inputs)
-        kept, counted = batch["completion_mask"].bool(), batch["completion_mask"]
+        kept = counted = batch["completion_mask"]
         if "tool_mask" in batch:
             counted = counted * batch["tool_mask"]
-        samples = [
-            _Sample(torch.cat([prompt, completion]).cpu().numpy(), mask.cpu().numpy())
-            for prompt, completion, mask in zip(
-                _select(batch["prompt_ids"], batch["prompt_mask"].bool()),
-                _select(batch["completion_ids"], kept),
-                _select(counted, kept),
-                strict=True,
-            )
-        ]
-        found = self._ask(samples)
+        prompts = rows_where(batch["prompt_mask"], batch["prompt_ids"])
+        completions = rows_where(kept, batch["completion_ids"])
+        tokens = [np.concatenate(both) for both in zip(prompts, completions, strict=True)]
+        found = self._ask([*zip(tokens, rows_where(kept, counted), strict=True)])
         advantages = torch.zeros(kept.shape, device=kept.device)
-        advantages[kept] = torch.from_numpy(np.concatenate(found)).to(kept.device)
+        advantages[kept.bool()] = torch.from_numpy(np.concatenate(found)).to(kept.device)
         batch["advantages"] = advantages
         return batch
 
-    def _ask(self, samples: list[_Sample]) -> list[np.ndarray]:
+    def _ask(self, samples: list[MaskedTokens]) -> list[np.ndarray]:
         """Returns each completion's advantages; the main process asks once for those of all processes."""
         accelerator, size = self._trainer.accelerator, len(samples)
-        everyone: list[_Sample] = gather_object(samples)
+        everyone: list[MaskedTokens] = gather_object(samples)
         answer: list[Any] = [None]
         if accelerator.is_main_process:
             try:
@@ -124,12 +114,12 @@ class ServedCritic(TrainerCallback):
         start = accelerator.process_index * size
         return found[start : start + size]
 
-    def _advantages(self, samples: list[_Sample], rewards: np.ndarray) -> list[np.ndarray]:
+    def _advantages(self, samples: list[MaskedTokens], rewards: np.ndarray) -> list[np.ndarray]:
         is_scored = np.isfinite(rewards)  # what no function scored moves neither the policy nor the critic
-        masks = [sample.mask * scored for sample, scored in zip(samples, is_scored, strict=True)]
+        masks = [mask * scored for (_, mask), scored in zip(samples, is_scored, strict=True)]
         if not any(mask.any() for mask in masks):
             return [np.zeros(len(mask), np.float32) for mask in masks]
-        tokens = [sample.tokens for sample in samples]
+        tokens = [row for row, _ in samples]
         arguments: dict[str, Any] = {
             "rewards": np.where(is_scored, rewards, 0).tolist(),
             "mask": at_tokens_before(masks, tokens),
@@ -145,10 +135,8 @@ class ServedCritic(TrainerCallback):
         for name in ("loss", "clip_fraction", "explained_variance"):
             metrics[f"critic/{name}"].append(getattr(report, name))
         assert report.advantages is not None
-        found = [
-            row[len(sample.tokens) - 1 - len(sample.mask) : len(sample.tokens) - 1]
-            for row, sample in zip(report.advantages, samples, strict=True)
-        ]
+        rows = zip(report.advantages, samples, strict=True)
+        found = [row[before_response(len(ids), len(mask))] for row, (ids, mask) in rows]
         return _whitened(found, masks) if self._whiten else found
 
     def _name_request(self) -> str:
@@ -165,10 +153,6 @@ def _whitened(rows: list[np.ndarray], masks: list[np.ndarray]) -> list[np.ndarra
         np.where(mask > 0, (row - counted.mean()) * scale, 0).astype(np.float32)
         for row, mask in zip(rows, masks, strict=True)
     ]
-
-
-def _select(table: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
-    return [row[kept] for row, kept in zip(table, mask, strict=True)]
 
 
 def _folder(args: Any, state: Any) -> Path:

@@ -38,7 +38,7 @@ from guerdon.wire.tensors import InferReply, InferRequest, Tensor
 if TYPE_CHECKING:
     from guerdon.local import LocalRewardModel
 
-__all__ = ["RewardFunction", "create_reward_fn"]
+__all__ = ["TrlxReward", "create_reward_fn"]
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def create_reward_fn(
     device: str | None = None,
     dtype: str | None = None,
     timeout_s: float = TIMEOUT_S,
-) -> RewardFunction | Literal[True]:
+) -> TrlxReward | Literal[True]:
     """Returns a `reward_fn` for `trlx.train`; True on ranks that trlX never asks for rewards computed in this process.
 
     The server is `triton_host`, else the environment's TRITON_HOST; without one the checkpoint `model` is loaded here,
@@ -105,10 +105,10 @@ def create_reward_fn(
         gpus = torch.cuda.device_count()
         device = device or (f"cuda:{gpus - 1}" if gpus else "cpu")
         client = LocalRewardModel(model, device=device, dtype=dtype or ("auto" if device == "cpu" else "float16"))
-    return RewardFunction(TextScorer(client, tokenizer, max_length, batch_size), delta_reward, dense)
+    return TrlxReward(TextScorer(client, tokenizer, max_length, batch_size), delta_reward, dense)
 
 
-class RewardFunction:
+class TrlxReward:
     """Takes every form in which trlX since 0.2 calls its `reward_fn`; raises if a sample gets no reward."""
 
     def __init__(self, scorer: TextScorer, delta_reward: bool, dense: bool) -> None:

@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 
 from guerdon.adapters.critics import (
-    TIMEOUT_S,
     at_tokens_before,
     before_responses,
     connect,
     load_beside,
-    refuse_without_checkpoints,
+    rows_where,
     save_beside,
 )
 from guerdon.adapters.judge import refuse_unknown
@@ -143,9 +142,7 @@ def _make_group(trainer: Any) -> CriticGroup:
     refuse_unknown(settings.keys() - {*_SETTINGS}, "critic.server.", ", ".join(_SETTINGS))
     if "url" not in settings:
         raise ConfigError("critic.server.url is not given", "add +critic.server.url=http://host:5556")
-    critic = connect(settings["url"], settings.get("name", "critic"), settings.get("timeout_s", TIMEOUT_S))
-    if about.save_freq > 0:
-        refuse_without_checkpoints(critic, settings["url"], "leave out trainer.save_freq")
+    critic = connect(**settings, saves=about.save_freq > 0, instead="leave out trainer.save_freq")
     state = critic.state()
     log.warning("the critic is served: %s, step %d, weights %s", settings["url"], state.step, state.weights_version)
 
@@ -174,7 +171,7 @@ def _tokens(batch: Any) -> list[np.ndarray]:
     ids = batch["input_ids"]
     if ids.is_nested:
         return [row.numpy() for row in ids.unbind()]
-    return [row[mask.bool()].numpy() for row, mask in zip(ids, batch["attention_mask"], strict=True)]
+    return rows_where(batch["attention_mask"], ids)
 
 
 def _response_lengths(batch: Any) -> list[int]:
