@@ -15,7 +15,6 @@ from torch import Tensor
 from guerdon.actor.experience import Experience, measure, with_rewards
 from guerdon.actor.policy_group import PolicyGroup
 from guerdon.actor.preemption import Preemption
-from guerdon.actor.remote_rewards import groups_of
 from guerdon.actor.remote_teacher import RemoteTeacher
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run_metrics import timed
@@ -38,9 +37,7 @@ def train(config: DistillRunConfig, policy: PolicyGroup | None = None) -> RunSum
         teacher.wait_ready(preemption.seconds_left())
 
         def score(rollouts: list[Rollout], check: Callable[[], None]) -> None:
-            for group in groups_of(rollouts):
-                teacher.submit(group)
-            teacher.collect(check)
+            teacher.score(rollouts, check)
             set_rewards(rollouts)
 
         with Run(config, score=score, preemption=preemption, policy=policy) as run:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor, distributed
 
 from guerdon.actor.environment import Environment
-from guerdon.actor.rollouts import MAX_BATCH_ROLLOUTS, Prompt, Rollout, max_response_length
+from guerdon.actor.rollouts import MAX_BATCH_ROLLOUTS, Draw, Prompt, Rollout, max_response_length
 from guerdon.actor.sampling import Sampler, StopTexts, uniforms
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoint.language_models import LoadedPolicy
@@ -26,20 +26,11 @@ from guerdon.training.policy_trainer import PolicyTrainer
 class Generator(Protocol):
     """Generates rollouts."""
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num: int,
-        config: RolloutConfig,
-        seed: tuple[int, ...],
-        greedy: bool = False,
-    ) -> Iterator[list[Rollout]]:
+    def generate(self, prompts: Sequence[Prompt], **draw: Unpack[Draw]) -> Iterator[list[Rollout]]:
         """Yields each prompt's `num` rollouts as soon as the last of them is finished; `group` is the prompt's index.
 
-        The samples are a function of the weights, the prompt, `config`, `seed` (numbers of at least 0) and the
-        rollout's group and index, whatever shares the batch. With `greedy` it takes the most likely token instead of
-        sampling. The weights must not change before the end.
+        The samples are a function of the weights, the prompt, `config`, `seed` and the rollout's group and index,
+        whatever shares the batch. The weights must not change before the end.
         """
 
     def sync(self) -> None:
@@ -76,48 +67,23 @@ class TransformersGenerator:
         self._max_batch_rollouts = max_batch_rollouts or MAX_BATCH_ROLLOUTS
         self._choice = DecoderChoice(policy, engine)
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num: int,
-        config: RolloutConfig,
-        seed: tuple[int, ...],
-        greedy: bool = False,
-    ) -> Iterator[list[Rollout]]:
+    def generate(self, prompts: Sequence[Prompt], **draw: Unpack[Draw]) -> Iterator[list[Rollout]]:
         """As `Generator`; raises ConfigError if a prompt leaves no room, or for a stop text without a tokenizer.
 
         Also if the model's rotary frequencies would change within a response (longrope, dynamic): the samples would not
         match the trainer's log-probs of whole sequences.
         """
-        work = self.begin(enumerate(prompts), num=num, config=config, seed=seed, greedy=greedy)
+        work = self.begin(enumerate(prompts), **draw)
         while work.is_left:
             yield from work.run()
 
-    def begin(
-        self,
-        prompts: Iterable[tuple[int, Prompt]],
-        *,
-        num: int,
-        config: RolloutConfig,
-        seed: tuple[int, ...],
-        greedy: bool = False,
-    ) -> Generation:
+    def begin(self, prompts: Iterable[tuple[int, Prompt]], **draw: Unpack[Draw]) -> Generation:
         """Starts what `generate` does, to be run step by step; each prompt comes with its group number.
 
         A subset of the prompts gives the same rollouts for them. Raises as `generate`.
         """
-        work = Generation(
-            self._policy,
-            self._choice.make(),
-            self._engine,
-            config,
-            seed,
-            num,
-            greedy,
-            self._max_batch_rollouts,
-            self._ranks,
-        )
+        decoder = self._choice.make()
+        work = Generation(self._policy, decoder, self._engine, self._max_batch_rollouts, self._ranks, **draw)
         work.add(prompts)
         return work
 
@@ -158,12 +124,13 @@ class Generation:
         policy: LoadedPolicy,
         decoder: Decoder,
         engine: LanguageEngine,
+        max_batch_rollouts: int,
+        ranks: Ranks,
+        *,
+        num: int,
         config: RolloutConfig,
         seed: tuple[int, ...],
-        num: int,
-        greedy: bool,
-        max_batch_rollouts: int,
-        ranks: Ranks = ALONE,
+        greedy: bool = False,
     ) -> None:
         self._policy, self._decoder, self._engine, self._config = policy, decoder, engine, config
         self._ranks = ranks
@@ -217,7 +184,12 @@ class Generation:
             counts = [len(item) for item in items]
             logits = self._decoder.begin([item[0].prompt.tokens for item in items], counts)
             fresh = [row for item in items for row in item]
-            self._mark_seen(fresh, logits.shape[-1])
+            if self._sampler.penalises:
+                seen = np.zeros((len(fresh), logits.shape[-1]), dtype=bool)
+                for i, row in enumerate(fresh):
+                    seen[i, row.prompt.tokens] = True
+                new = self._engine.to_device(seen)
+                self._seen = new if self._seen is None else torch.cat([self._seen, new])
             self._rows += fresh
             return self._sample_tokens(fresh, logits)
         assert self._newest is not None
@@ -255,16 +227,6 @@ class Generation:
         count = self._decoder.together([len(self._waiting[i][0].prompt.tokens) for i in range(count)])
         # Sorted, because neighbours of similar length need little padding.
         return sorted((self._waiting.popleft() for _ in range(count)), key=lambda rows: len(rows[0].prompt.tokens))
-
-    def _mark_seen(self, fresh: list[_ActiveRollout], vocab_size: int) -> None:
-        """Marks the prompt tokens of new rows as seen, if the sampler needs that."""
-        if not self._sampler.penalises:
-            return
-        seen = np.zeros((len(fresh), vocab_size), dtype=bool)
-        for i, row in enumerate(fresh):
-            seen[i, row.prompt.tokens] = True
-        new = self._engine.to_device(seen)
-        self._seen = new if self._seen is None else torch.cat([self._seen, new])
 
     def _sample_tokens(self, rows: list[_ActiveRollout], logits: Tensor) -> list[list[Rollout]]:
         """Samples a token for each of the last rows, which `rows` are; returns the groups that it finishes."""
@@ -309,17 +271,8 @@ class Generation:
         if row.observed:
             observed = np.zeros(len(row.tokens), dtype=bool)
             observed[row.observed] = True
-        return Rollout.of(
-            row.prompt,
-            row.group,
-            row.index,
-            row.tokens,
-            row.logprobs,
-            row.is_end,
-            self._policy.tokenizer,
-            self._eos,
-            observed,
-        )
+        made = (row.prompt, row.group, row.index, row.tokens, row.logprobs, row.is_end)
+        return Rollout.of(*made, self._policy.tokenizer, self._eos, observed)
 
     def _ends_at_stop(self, row: _ActiveRollout) -> bool:
         """Whether a stop text ends the row; if the environment answers it, the row goes on after the answer."""

@@ -12,15 +12,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias
-
-import numpy as np
-from torch import Tensor
+from typing import Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar, Unpack
 
 from guerdon.actor.environment import check_environment
 from guerdon.actor.generation import Generation, Generator, TransformersGenerator, make_generator
 from guerdon.actor.preemption import Preemption
-from guerdon.actor.rollouts import Prompt, Rollout
+from guerdon.actor.rollouts import Draw, Prompt, Rollout
 from guerdon.core import Command
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import Pulse
@@ -30,7 +27,10 @@ from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.errors import ConfigError
 from guerdon.settings.actors import PolicyConfig, RolloutConfig
 from guerdon.training.optimiser import check_layout, moment_bytes
-from guerdon.training.policy_trainer import Logprobs, Loss, PolicyTrainer, StepReport
+from guerdon.training.policy_trainer import PolicyTrainer
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 TOKENS_PER_ROUND = 32
 """Tokens of each row in one round of generation; after each round rank 0 gets finished groups, and may stop."""
@@ -57,7 +57,7 @@ class Generate:
     num: int
     config: RolloutConfig
     seed: tuple[int, ...]
-    greedy: bool
+    greedy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +166,16 @@ class PolicyWorker:
 # ------------------------------------------------------------------------------------------- on rank 0
 
 
+def _on_every_rank(method: Callable[Concatenate[PolicyTrainer, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Makes the method of `PolicyGroup` that calls this one of every rank's PolicyTrainer."""
+
+    def call(group: PolicyGroup, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = group._group.execute(OnTrainer(method.__name__, args, kwargs))
+        return result
+
+    return call
+
+
 class PolicyGroup:
     """The policy as the loop on rank 0 calls it; used as a context, which ends the other ranks, too.
 
@@ -215,52 +225,19 @@ class PolicyGroup:
         """This rank's PolicyTrainer, to read from."""
         return self._worker.trainer
 
-    def logprobs(
-        self,
-        rows: list[np.ndarray],
-        prompt_lengths: np.ndarray,
-        temperature: float = 1.0,
-        with_entropies: bool = False,
-    ) -> Logprobs:
-        logprobs: Logprobs = self._call("logprobs", rows, prompt_lengths, temperature, with_entropies)
-        return logprobs
-
-    def reference_logprobs(
-        self, rows: list[np.ndarray], prompt_lengths: np.ndarray, temperature: float = 1.0
-    ) -> Tensor:
-        logprobs: Tensor = self._call("reference_logprobs", rows, prompt_lengths, temperature)
-        return logprobs
-
-    def step(
-        self,
-        rows: list[np.ndarray],
-        prompt_lengths: np.ndarray,
-        loss: Loss,
-        *,
-        temperature: float = 1.0,
-        with_entropies: bool = False,
-    ) -> StepReport:
-        report: StepReport = self._call(
-            "step", rows, prompt_lengths, loss, temperature=temperature, with_entropies=with_entropies
-        )
-        return report
-
-    def offload_optimizer(self) -> None:
-        self._call("offload_optimizer")
-
-    def onload_optimizer(self) -> None:
-        self._call("onload_optimizer")
+    logprobs = _on_every_rank(PolicyTrainer.logprobs)
+    reference_logprobs = _on_every_rank(PolicyTrainer.reference_logprobs)
+    step = _on_every_rank(PolicyTrainer.step)
+    offload_optimizer = _on_every_rank(PolicyTrainer.offload_optimizer)
+    onload_optimizer = _on_every_rank(PolicyTrainer.onload_optimizer)
 
     def save(self, folder: Path) -> None:
         """Saves into a folder that all ranks see."""
-        self._call("save", folder.absolute())
+        self._group.execute(OnTrainer("save", (folder.absolute(),)))
 
     def load(self, folder: Path) -> None:
         """Loads from a folder that all ranks see."""
-        self._call("load", folder.absolute())
-
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._group.execute(OnTrainer(method, args, kwargs))
+        self._group.execute(OnTrainer("load", (folder.absolute(),)))
 
     def __enter__(self) -> Self:
         return self
@@ -282,19 +259,11 @@ class GroupGenerator:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num: int,
-        config: RolloutConfig,
-        seed: tuple[int, ...],
-        greedy: bool = False,
-    ) -> Iterator[list[Rollout]]:
+    def generate(self, prompts: Sequence[Prompt], **draw: Unpack[Draw]) -> Iterator[list[Rollout]]:
         """As `Generator`; raises as TransformersGenerator's."""
         # Only rank 0 needs the prompts' texts.
         sent = [dataclasses.replace(prompt, text="", messages=None, ending=None) for prompt in prompts]
-        made = self._group.execute(Generate(sent, num, config, seed, greedy))
+        made = self._group.execute(Generate(sent, **draw))
         while True:
             for group in made.groups:
                 for rollout in group:

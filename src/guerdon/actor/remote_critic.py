@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from guerdon.actor.remote_rewards import (
-    START_S,
-    PendingGroups,
+    RemoteModel,
     RemoteRewards,
     drop_too_long,
-    groups_of,
     raise_config_error,
-    raise_start_error,
     token_samples_of,
-    tokenizer_of,
 )
 from guerdon.actor.rollouts import Rollout
 from guerdon.client import CriticClient, CriticScores, RetryPolicy
@@ -26,15 +22,14 @@ from guerdon.client.ordering import TrainFuture
 from guerdon.critic_core import CheckpointInfo, CriticState, TrainReport
 from guerdon.endings import Ending
 from guerdon.errors import ConfigError
-from guerdon.settings.actors import CriticNames, RemoteCriticConfig
-from guerdon.vocabulary import difference, identity
+from guerdon.settings.actors import RemoteCriticConfig
 
 
-class RemoteCritic:
+class RemoteCritic(RemoteModel[CriticClient, CriticScores]):
     """A critic on a server: rewards and values of each group, and training, in the order of the calls.
 
-    Values requested after a `train` are those of the trained weights. Errors and a server that is away are handled as
-    by RemoteRewards: a sample without values counts as one without a reward.
+    Values requested after a `train` are those of the trained weights. A sample without values counts as one without a
+    reward.
     """
 
     def __init__(self, config: RemoteCriticConfig) -> None:
@@ -44,24 +39,21 @@ class RemoteCritic:
                 f"`send` is {config.send}, but the critic's server rewards and values the same tokens",
                 "send tokens, or set combine_rm_and_critic_server to false and serve the reward model by itself",
             )
-        server = config.critic
         self._config = config
-        self._url = server.address
+        names = config.critic.name
+        stem, given = names.infer.removesuffix("_infer"), {n: getattr(names, n) for n in ("infer", "train", "save")}
+        has_stem = all(name == f"{stem}_{operation}" for operation, name in given.items())
+        policy = RetryPolicy.patient(config.timeout_s)
         with raise_config_error("critic.url, ip or port"):
-            self._client = CriticClient(
-                self._url, _model_names(server.name), policy=RetryPolicy.patient(config.timeout_s)
-            )
+            client = CriticClient(config.critic.address, stem if has_stem else given, policy=policy)
         self._rewards = None if config.combine_rm_and_critic_server else RemoteRewards(config)
-        self._pending: PendingGroups[CriticScores] = PendingGroups()
+        super().__init__(client, "critic", config.timeout_s)
 
     def wait_ready(self, limit_s: float = math.inf) -> None:
         """Waits for the servers; raises StartError if they do not come in time, or give no rewards."""
-        what = f"critic '{self._config.critic.name.infer}' at {self._url}"
-        with raise_start_error(
-            what, "start it with `guerdon serve-critic`, or correct its ip, port and name in the settings"
-        ):
-            self._client.wait_ready(min(START_S, self._config.timeout_s, limit_s))
-            outputs = self._client.info().outputs
+        what = f"critic '{self._config.critic.name.infer}' at {self._config.critic.address}"
+        remedy = "start it with `guerdon serve-critic`, or correct its ip, port and name in the settings"
+        outputs = self._await_server(what, remedy, limit_s).outputs
         if self._rewards is not None:
             self._rewards.wait_ready(limit_s)
         elif "rewards" not in outputs:
@@ -72,12 +64,8 @@ class RemoteCritic:
 
     def check_tokenizer(self, tokenizer: Any, ending: Ending | None) -> None:
         """Raises ConfigError if the critic or the reward model has another tokenizer than the policy."""
-        other = tokenizer_of(self._client, "critic")
-        if other and (why := difference(identity(tokenizer), other)) is not None:
-            raise ConfigError(
-                f"the critic's tokenizer differs from the policy's ({why}), which are sent to it",
-                "start the critic from a model with the policy's tokenizer",
-            )
+        remedy = "start the critic from a model with the policy's tokenizer"
+        self._refuse_other_tokenizer(tokenizer, "whose token ids are sent to it", remedy)
         if self._rewards is not None:
             self._rewards.check_tokenizer(tokenizer, ending)
 
@@ -95,18 +83,17 @@ class RemoteCritic:
         if not (group := drop_too_long(group, config.pad_to_length)):
             return
         samples = token_samples_of(group, config.pad_to_length)
-        self._pending.add(group, ask(**samples, timeout_s=config.timeout_s))
+        self._pending.append((group, ask(**samples, timeout_s=config.timeout_s)))
 
     def collect(self, check: Callable[[], None] = lambda: None) -> None:
-        """Waits for everything submitted, and sets each rollout's `reward` and `values`, or its `error`.
-
-        Calls `check` regularly while waiting; its exceptions end the wait.
-        """
+        """Waits for everything submitted, and sets each rollout's `reward` and `values`, or its `error`."""
         if self._rewards is not None:
             self._rewards.collect(check)
-        for group, scores in self._pending.results(check):
+        for group, scores in self._results(check):
             for i, rollout in enumerate(group):
-                rollout.values = _cut_or_pad(scores.values[i], len(rollout.tokens))
+                # The request may have had another ending behind the last action.
+                values, length = scores.values[i], len(rollout.tokens)
+                rollout.values = np.pad(values[:length], (0, max(0, length - len(values))))
                 if scores.rewards is not None:
                     rollout.reward = float(scores.rewards[i])
                 if (error := scores.errors[i]) is not None:
@@ -116,10 +103,8 @@ class RemoteCritic:
         """Sets the rewards of rollouts of several groups."""
         if self._rewards is not None:
             self._rewards.score(rollouts, check)
-            return
-        for group in groups_of(rollouts):
-            self.submit(group)
-        self.collect(check)
+        else:
+            super().score(rollouts, check)
 
     def train(
         self, train_id: str, rollouts: list[Rollout], returns: list[np.ndarray], *, updates: int = 1
@@ -129,15 +114,16 @@ class RemoteCritic:
         All rollouts are trained on `updates` times. Idempotent: the same `train_id` is trained once. The
         values of the prompt, of what an environment wrote, and behind the last action are masked.
         """
-        targets, masks = [], []
+        targets, masks, values = [], [], []
         for rollout, row in zip(rollouts, returns, strict=True):
+            assert rollout.values is not None, "PPO learns only from rollouts with values"
             first = rollout.prompt_length - 1  # the state before the first action
             target, mask = np.zeros((2, len(rollout.tokens) - 1), np.float32)
             target[first:], mask[first:] = row, rollout.mask
             targets.append(target)
             masks.append(mask)
+            values.append(rollout.values[:-1])
         tokens = [rollout.tokens for rollout in rollouts]
-        values = [_values_of(rollout)[:-1] for rollout in rollouts]
         return self._client.train(tokens, targets, values, masks, train_id=train_id, updates=updates)
 
     def submit_save(self, metrics: dict[str, float] | None = None) -> Future[CheckpointInfo | None]:
@@ -154,35 +140,11 @@ class RemoteCritic:
 
     def reconnect(self, timeout_s: float) -> None:
         """Abandons requests in progress, and limits every later call, retries included, to `timeout_s`."""
-        self._pending = PendingGroups()
+        self._pending = []
         self._client.reconnect(timeout_s)
 
     def close(self) -> None:
         """Closes the connections, and abandons requests in progress."""
-        self._client.close()
+        super().close()
         if self._rewards is not None:
             self._rewards.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _model_names(names: CriticNames) -> str | Mapping[str, str]:
-    """Returns the common stem of the models' names, or the names themselves if there is none."""
-    name = names.infer.removesuffix("_infer")
-    if (names.infer, names.train, names.save) == (f"{name}_infer", f"{name}_train", f"{name}_save"):
-        return name
-    return {"infer": names.infer, "train": names.train, "save": names.save}
-
-
-def _cut_or_pad(values: np.ndarray, length: int) -> np.ndarray:
-    """Returns the values of a rollout's own tokens: the request may have had another ending behind the last action."""
-    return np.pad(values[:length], (0, max(0, length - len(values))))
-
-
-def _values_of(rollout: Rollout) -> np.ndarray:
-    assert rollout.values is not None, "PPO learns only from rollouts with values"
-    return rollout.values

@@ -12,7 +12,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from guerdon.actor.preemption import wait_for
 from guerdon.actor.rollouts import Rollout
-from guerdon.client import CriticClient, RetryPolicy, RewardClient, Scores, TeacherClient
+from guerdon.client import CriticClient, ModelSignature, RetryPolicy, RewardClient, Scores, TeacherClient
 from guerdon.endings import Ending, ended
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, StartError
 from guerdon.messages import answered
@@ -20,6 +20,7 @@ from guerdon.settings.actors import RemoteRewardConfig
 from guerdon.vocabulary import difference, has_other_template, identity, reported
 
 T = TypeVar("T")
+C = TypeVar("C", RewardClient, CriticClient, TeacherClient)
 
 log = logging.getLogger(__name__)
 
@@ -27,30 +28,100 @@ START_S = 600.0
 """Seconds that a server may take to load its model after the actor has started."""
 
 
-class RemoteRewards:
-    """A reward model on a server: `submit` a group as soon as it is generated, `collect` at the end.
+class RemoteModel(Generic[C, T]):
+    """A model on a server as an actor asks it: used as a context, which closes the connections.
 
-    Requests to a server that is away or restarting are retried for `config.timeout_s`. A sample without a finite reward
-    has an `error` and no reward. If the server's weights change, a warning is logged.
+    `submit` a group as soon as it is generated, `collect` at the end. Requests to a server that is away or restarting
+    are retried for `timeout_s`. `role` is what the model is to the run; `consequence` is logged if its weights change.
     """
+
+    def __init__(self, client: C, role: str, timeout_s: float, consequence: str = "") -> None:
+        self._client, self._role, self._timeout_s = client, role, timeout_s
+        self._weights = WeightsLog(role, consequence)
+        self._pending: list[tuple[list[Rollout], Future[T]]] = []
+
+    def submit(self, group: list[Rollout]) -> None:
+        """Sends the responses to one prompt; returns at once."""
+        raise NotImplementedError
+
+    def collect(self, check: Callable[[], None] = lambda: None) -> None:
+        """Waits for everything submitted, and sets what the model gives of each rollout, or its `error`.
+
+        Calls `check` regularly while waiting; its exceptions end the wait.
+        """
+        raise NotImplementedError
+
+    def score(self, rollouts: list[Rollout], check: Callable[[], None] = lambda: None) -> None:
+        """Submits rollouts of several groups, and collects them."""
+        for group in groups_of(rollouts):
+            self.submit(group)
+        self.collect(check)
+
+    def close(self) -> None:
+        """Closes the connections, and abandons requests in progress."""
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _results(self, check: Callable[[], None]) -> Iterator[tuple[list[Rollout], T]]:
+        """Yields each answered group with its result; the others get their error. None is pending afterwards."""
+        pending, self._pending = self._pending, []
+        for group, future in pending:
+            try:
+                result = wait_for(future, check)
+            except GuerdonError as e:
+                set_error(group, e)
+            else:
+                yield group, result
+
+    def _await_server(self, what: str, remedy: str, limit_s: float) -> ModelSignature:
+        """Returns what the model takes and gives; raises StartError with the remedy if it does not come in time."""
+        try:
+            self._client.wait_ready(min(START_S, self._timeout_s, limit_s))
+            return self._client.info()
+        except GuerdonError as e:
+            raise StartError(f"{what} is not ready: {e}", remedy) from e
+
+    def _refuse_other_tokenizer(self, tokenizer: Any, consequence: str, remedy: str) -> tuple[str, str]:
+        """Returns the identities of this tokenizer and of the model's; both empty, and logged, if the server reports none.
+
+        Raises ConfigError if they differ.
+        """
+        try:
+            other = reported(self._client.config())
+        except GuerdonError:
+            other = ""
+        own = identity(tokenizer) if other else ""
+        if not other:
+            role = self._role
+            log.info("the %s's server does not report its tokenizer; make sure that it has the policy's", role)
+        elif (why := difference(own, other)) is not None:
+            raise ConfigError(f"the {self._role}'s tokenizer differs from the policy's ({why}), {consequence}", remedy)
+        return own, other
+
+
+class RemoteRewards(RemoteModel[RewardClient, Scores]):
+    """A reward model on a server. A sample without a finite reward has an `error` and no reward."""
 
     def __init__(self, config: RemoteRewardConfig) -> None:
         """Raises ConfigError for a malformed address."""
         self._config = config
         self._urls = config.reward_model.addresses
+        policy = RetryPolicy.patient(config.timeout_s)
         with raise_config_error("reward_model.urls, ip or port"):
-            self._client = RewardClient(
-                self._urls, config.reward_model.name, policy=RetryPolicy.patient(config.timeout_s)
-            )
-        self._pending: PendingGroups[Scores] = PendingGroups()
-        self._weights = WeightsLog("reward model", "rewards before and after are not comparable")
+            client = RewardClient(self._urls, config.reward_model.name, policy=policy)
+        consequence = "rewards before and after are not comparable"
+        super().__init__(client, "reward model", config.timeout_s, consequence)
 
     def wait_ready(self, limit_s: float = math.inf) -> None:
         """Waits for the server; raises StartError if it does not come in time, or has another form of input."""
         what = f"reward model '{self._config.reward_model.name}' at {', '.join(self._urls)}"
-        with raise_start_error(what, "start it with `guerdon serve`, or correct its ip, port, urls and name"):
-            self._client.wait_ready(min(START_S, self._config.timeout_s, limit_s))
-            inputs = self._client.info().inputs
+        remedy = "start it with `guerdon serve`, or correct its ip, port, urls and name"
+        inputs = self._await_server(what, remedy, limit_s).inputs
         wanted = {"tokens": "tokens", "text": "sentences", "messages": "messages"}[self._config.send]
         if wanted not in inputs:
             raise ConfigError(
@@ -69,65 +140,38 @@ class RemoteRewards:
         does if texts are sent with another ending than the reward model's template writes.
         """
         if self._config.send == "text":
-            self._warn_of_texts(self._config.suffix or ("" if ending is None else ending.text))
+            sent = self._config.suffix or ("" if ending is None else ending.text)
+            with suppress(GuerdonError):  # not every server has configurations
+                theirs = Ending.reported(self._client.config())
+                if theirs is not None and theirs.text != sent:
+                    log.warning(
+                        "the reward model's chat template ends an answer with %r, and texts are sent with %r: set "
+                        "`send` to messages, unless it was trained on such texts",
+                        theirs.text,
+                        sent,
+                    )
         if self._config.send != "tokens":
             return
-        own, other = identity(tokenizer), tokenizer_of(self._client, "reward model")
-        if not other:
-            return
-        if (why := difference(own, other)) is not None:
-            raise ConfigError(
-                f"the reward model's tokenizer differs from the policy's ({why}), and `send` is tokens",
-                "set `send` to text or messages, or take a reward model with the policy's tokenizer",
-            )
-        if ending is not None and has_other_template(own, other):
+        remedy = "set `send` to text or messages, or take a reward model with the policy's tokenizer"
+        own, other = self._refuse_other_tokenizer(tokenizer, "and `send` is tokens", remedy)
+        if other and ending is not None and has_other_template(own, other):
             log.warning(
                 "the policy's chat template, which makes the token ids, differs from the reward model's; with "
                 "`send: messages` the reward model applies its own"
             )
 
-    def _warn_of_texts(self, sent: str) -> None:
-        with suppress(GuerdonError):  # not every server has configurations
-            ending = Ending.reported(self._client.config())
-            if ending is not None and ending.text != sent:
-                log.warning(
-                    "the reward model's chat template ends an answer with %r, and texts are sent with %r: set `send` "
-                    "to messages, unless it was trained on such texts",
-                    ending.text,
-                    sent,
-                )
-
     def submit(self, group: list[Rollout]) -> None:
         """Sends the responses to one prompt; returns at once."""
         if group := drop_too_long(group, self._config.pad_to_length):
             samples = samples_of(group, self._config)
-            self._pending.add(group, self._client.submit(**samples, timeout_s=self._config.timeout_s))
+            self._pending.append((group, self._client.submit(**samples, timeout_s=self._timeout_s)))
 
     def collect(self, check: Callable[[], None] = lambda: None) -> None:
-        """Waits for everything submitted, and sets each rollout's `reward` or `error`.
-
-        Calls `check` regularly while waiting; its exceptions end the wait.
-        """
-        for group, scores in self._pending.results(check):
+        """Waits for everything submitted, and sets each rollout's `reward` or `error`; `check` as in RemoteModel."""
+        for group, scores in self._results(check):
             self._weights.see(scores.weights_version)
             for rollout, reward, error in zip(group, scores, scores.errors, strict=True):
                 rollout.reward, rollout.error = (reward, None) if error is None else (None, error)
-
-    def score(self, rollouts: list[Rollout], check: Callable[[], None] = lambda: None) -> None:
-        """Submits rollouts of several groups, and collects them."""
-        for group in groups_of(rollouts):
-            self.submit(group)
-        self.collect(check)
-
-    def close(self) -> None:
-        """Closes the connections, and abandons requests in progress."""
-        self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class WeightsLog:
@@ -152,47 +196,6 @@ class WeightsLog:
         else:
             log.info("the %s's weights are %s", self._what, version)
         self._seen.append(version)
-
-
-class PendingGroups(Generic[T]):
-    """Groups sent to a server, in the order of sending."""
-
-    def __init__(self) -> None:
-        self._groups: list[tuple[list[Rollout], Future[T]]] = []
-
-    def add(self, group: list[Rollout], future: Future[T]) -> None:
-        self._groups.append((group, future))
-
-    def results(self, check: Callable[[], None]) -> Iterator[tuple[list[Rollout], T]]:
-        """Yields each answered group with its result; the others get their error. None is pending afterwards."""
-        groups, self._groups = self._groups, []
-        for group, future in groups:
-            try:
-                result = wait_for(future, check)
-            except GuerdonError as e:
-                set_error(group, e)
-            else:
-                yield group, result
-
-
-def tokenizer_of(client: RewardClient | CriticClient | TeacherClient, what: str) -> str:
-    """Returns the identity of the served model's tokenizer; empty, and logged, if none is reported."""
-    try:
-        found = reported(client.config())
-    except GuerdonError:
-        found = ""
-    if not found:
-        log.info("the %s's server does not report its tokenizer; make sure that it has the policy's", what)
-    return found
-
-
-@contextmanager
-def raise_start_error(what: str, help: str) -> Iterator[None]:  # noqa: A002 - as in errors
-    """Turns a server's errors at the start into a StartError with a remedy."""
-    try:
-        yield
-    except GuerdonError as e:
-        raise StartError(f"{what} is not ready: {e}", help) from e
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NotRequired, Self, TypedDict
 
 import numpy as np
 
@@ -33,6 +33,18 @@ class Prompt:
     text: str
     messages: tuple[Message, ...] | None = None
     ending: Ending | None = None
+
+
+class Draw(TypedDict):
+    """How a generator draws `num` responses to each prompt.
+
+    `seed` are numbers of at least 0; with `greedy` it takes the most likely token instead of sampling.
+    """
+
+    num: int
+    config: RolloutConfig
+    seed: tuple[int, ...]
+    greedy: NotRequired[bool]
 
 
 @dataclass(slots=True, eq=False)

@@ -6,13 +6,13 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from guerdon.actor.rollouts import MAX_BATCH_ROLLOUTS, Prompt, Rollout, max_response_length
+from guerdon.actor.rollouts import MAX_BATCH_ROLLOUTS, Draw, Prompt, Rollout, max_response_length
 from guerdon.engine.checkpoint.language_models import LoadedPolicy
 from guerdon.engine.checkpoint.placement import dtype_name
 from guerdon.errors import ConfigError, install_command
@@ -65,27 +65,20 @@ class VllmGenerator:
         ).llm_engine
         self.sync()
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num: int,
-        config: RolloutConfig,
-        seed: tuple[int, ...],
-        greedy: bool = False,
-    ) -> Iterator[list[Rollout]]:
+    def generate(self, prompts: Sequence[Prompt], **draw: Unpack[Draw]) -> Iterator[list[Rollout]]:
         """As `Generator`; the last bits of a rollout's logits may depend on its batch.
 
         Raises ConfigError if a prompt leaves no room.
         """
         from vllm import TokensPrompt
 
+        num, config, greedy = draw["num"], draw["config"], draw.get("greedy", False)
         rooms = [max_response_length(prompt, config, self._policy.max_length) for prompt in prompts]
         names = {f"{group}-{index}": (group, index) for group in range(len(prompts)) for index in range(num)}
         groups: dict[int, list[Rollout]] = {}
         try:
             for name, (group, index) in names.items():
-                drawn = int(np.random.SeedSequence([*seed, group, index]).generate_state(1)[0])
+                drawn = int(np.random.SeedSequence([*draw["seed"], group, index]).generate_state(1)[0])
                 prompt = TokensPrompt(prompt_token_ids=prompts[group].tokens.tolist())
                 self._engine.add_request(name, prompt, self._parameters(config, rooms[group], drawn, greedy))
             while names:
@@ -136,13 +129,8 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     transformers keeps some in another form than checkpoints do, such as all experts of a layer in one tensor. They are
     converted back a layer at a time, so that no more than one layer is in memory twice.
     """
-    for _, layer in itertools.groupby(_merge_adapters(model), lambda named: _layer_of(named[0])):
+    for _, layer in itertools.groupby(_merge_adapters(model), lambda named: LAYER.findall(named[0])[:1]):
         yield from revert_weight_conversion(model, dict(layer)).items()
-
-
-def _layer_of(name: str) -> str:
-    found = LAYER.match(name)
-    return found.group() if found else ""
 
 
 def _merge_adapters(model: Any) -> Iterator[tuple[str, Tensor]]:
