@@ -87,7 +87,7 @@ class RemoteModel(Generic[C, T]):
             raise StartError(f"{what} is not ready: {e}", remedy) from e
 
     def _refuse_other_tokenizer(self, tokenizer: Any, consequence: str, remedy: str) -> tuple[str, str]:
-        """Returns the identities of this tokenizer and of the model's; both empty, and logged, if the server reports none.
+        """Returns the identities of this tokenizer and the model's; both empty, and logged, if the server reports none.
 
         Raises ConfigError if they differ.
         """
