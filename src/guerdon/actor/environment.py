@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from guerdon.actor.rollouts import Prompt
+from guerdon.actor.rollouts import Prompt, decode
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.functions import import_function
 from guerdon.errors import ConfigError, RunFailed, describe
@@ -25,7 +25,7 @@ class Environment:
 
     def __call__(self, prompt: Prompt, response: list[int]) -> list[int] | None:
         """Returns the tokens to append, or None; raises RunFailed if the function fails or returns anything else."""
-        texts = [self._decode(prompt.tokens.tolist()), self._decode(response)]
+        texts = [decode(self._tokenizer, tokens) for tokens in (prompt.tokens.tolist(), response)]
         try:
             answer = self._function(*texts)
         except Exception as e:
@@ -36,10 +36,6 @@ class Environment:
             raise RunFailed(f"{self._name} returned {type(answer).__name__}; it must return text, or None at the end")
         tokens: list[int] = self._tokenizer.encode(answer, add_special_tokens=False)
         return tokens
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
 
 
 def check_environment(rollouts: RolloutConfig, ranks: Ranks = ALONE) -> None:

@@ -141,8 +141,12 @@ def response_text(tokenizer: Any, tokens: list[int], has_eos: bool) -> str:
     """Returns a response as text, without its EOS and other special tokens; empty without a tokenizer."""
     if tokenizer is None:
         return ""
-    said = tokens[:-1] if has_eos else tokens
-    text: str = tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return decode(tokenizer, tokens[:-1] if has_eos else tokens, skip_special_tokens=True)
+
+
+def decode(tokenizer: Any, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
+    """Returns the tokens as text, with the blanks that they stand for."""
+    text: str = tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
     return text
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from guerdon.actor.rollouts import decode
 from guerdon.errors import ConfigError, RunFailed
 from guerdon.settings.actors import RolloutConfig
 
@@ -141,7 +142,7 @@ class StopTexts:
         """Whether the last token completes a stop text of tokens from `start`, given that none was completed before."""
         if not self._texts or not self._may_end_in(tokens[-1]):
             return False
-        tail = self._decode(tokens[max(start, len(tokens) - self._tail_length) :])
+        tail = decode(self._tokenizer, tokens[max(start, len(tokens) - self._tail_length) :])
         return any(text in tail for text in self._texts)
 
     def _may_end_in(self, token: int) -> bool:
@@ -152,12 +153,8 @@ class StopTexts:
         """
         known = self._may_end.get(token)
         if known is None:
-            alone = self._decode([token])
+            alone = decode(self._tokenizer, [token])
             known = self._may_end[token] = (
                 not alone.strip() or "\ufffd" in alone or any(last.isspace() or last in alone for last in self._last)
             )
         return known
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text

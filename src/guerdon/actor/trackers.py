@@ -7,6 +7,7 @@ keep it, and get repeated steps a second time.
 from __future__ import annotations
 
 import html
+import importlib
 import logging
 import math
 import os
@@ -89,10 +90,8 @@ class Trackers:
 
 def check_installed(names: Sequence[str]) -> None:
     """Raises ConfigError for the first tracker whose library is not installed."""
-    if "wandb" in names:
-        _wandb()
-    if "mlflow" in names:
-        _mlflow()
+    for name in names:
+        _library(name)
 
 
 def sample_text(step: int, rollouts: Sequence[Rollout]) -> str:
@@ -205,7 +204,7 @@ class WeightsAndBiases:
     """A run of Weights & Biases, which a resume continues."""
 
     def __init__(self, output_dir: Path, project: str, run_id: str, settings: dict[str, Any]) -> None:
-        wandb = _wandb()
+        wandb = _library("wandb")
         try:
             self._run = wandb.init(project=project, id=run_id, resume="allow", dir=str(output_dir), config=settings)
         except wandb.Error as e:
@@ -222,7 +221,7 @@ class WeightsAndBiases:
     def samples(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Logs HTML that shows the plain text."""
         shown = html.escape(sample_text(step, rollouts))
-        self._run.log({"step": step, "samples": _wandb().Html(f"<pre>{shown}</pre>")})
+        self._run.log({"step": step, "samples": _library("wandb").Html(f"<pre>{shown}</pre>")})
 
     def close(self) -> None:
         """Waits until everything is uploaded."""
@@ -233,7 +232,7 @@ class MLflow:
     """A run of MLflow, which a resume finds by its tag; MLFLOW_TRACKING_URI says where."""
 
     def __init__(self, project: str, run_id: str, settings: dict[str, Any]) -> None:
-        self._mlflow = _mlflow()
+        self._mlflow = _library("mlflow")
         try:
             self._mlflow.set_experiment(project)
             found = self._mlflow.search_runs(filter_string=f"tags.guerdon_run = '{run_id}'", output_format="list")
@@ -263,14 +262,9 @@ class ProgressBar:
 
     def __init__(self, step: int, steps: int, is_wanted: bool) -> None:
         self._bar = tqdm(
-            total=steps,
-            initial=step,
-            desc="step",
-            unit="step",
-            disable=not is_wanted,
-            file=sys.stderr,
+            total=steps, initial=step, desc="step", unit="step", disable=not is_wanted, file=sys.stderr,
             dynamic_ncols=True,
-        )
+        )  # fmt: skip
 
     def update(self, metrics: dict[str, float]) -> None:
         """Advances one step and shows its metrics."""
@@ -282,17 +276,8 @@ class ProgressBar:
         self._bar.close()
 
 
-def _wandb() -> Any:
+def _library(name: str) -> Any:
     try:
-        import wandb
+        return importlib.import_module(name)
     except ImportError as e:
-        raise ConfigError("run.trackers has wandb, which is not installed", install_command("wandb")) from e
-    return wandb
-
-
-def _mlflow() -> Any:
-    try:
-        import mlflow
-    except ImportError as e:
-        raise ConfigError("run.trackers has mlflow, which is not installed", install_command("mlflow")) from e
-    return mlflow
+        raise ConfigError(f"run.trackers has {name}, which is not installed", install_command(name)) from e

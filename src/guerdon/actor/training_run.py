@@ -136,14 +136,22 @@ class Run:
         checkpoints = RunCheckpoints(self._folder / CHECKPOINTS, self.config.run.keep_checkpoints)
         found = self._find_checkpoint(checkpoints)
         critic = None if self._critic is None else check_pairable(self._critic.state(), found)
-        self._reference = self._open_reference(exits)
+        self._reference: RemoteTeacher | None = None
+        if isinstance(self.config, RewardedRunConfig) and self.config.reference.url is not None:
+            reference = RemoteTeacher(self.config.reference, self.config.rollouts.temperature, "reference")
+            self._reference = exits.enter_context(reference)
+            reference.wait_ready(self._preemption.seconds_left())
         started = time.monotonic()
         exits.callback(self._preemption.close)
         self._load(found)
         self.id, self.step = secrets.token_hex(4), 0
         self.memory: dict[str, Any] = {}
         if found is not None:
-            found = self._resume(found, checkpoints)
+            self.id, self.step, self.memory = found.state.run_id, found.state.step, found.state.memory
+            self.policy.load(found.policy)
+            if self._critic is not None:
+                found = load_paired_critic(self._critic, found, checkpoints)
+            log.info("resuming from %s", found.folder)
         elif critic is not None and critic.step:
             log.warning("the critic is at step %d already, and continues from there", critic.step)
         if self._reference is not None:
@@ -155,15 +163,6 @@ class Run:
         self._recent_s: deque[float] = deque([0.0], _NUM_RECENT)
         self._generation_s, self._loading_s = 0.0, time.monotonic() - started
         self._open_logs(exits)
-
-    def _open_reference(self, exits: ExitStack) -> RemoteTeacher | None:
-        """Waits for the reference's server, if the settings name one."""
-        config = self.config
-        if not isinstance(config, RewardedRunConfig) or config.reference.url is None:
-            return None
-        reference = exits.enter_context(RemoteTeacher(config.reference, config.rollouts.temperature, "reference"))
-        reference.wait_ready(self._preemption.seconds_left())
-        return reference
 
     def _find_checkpoint(self, checkpoints: RunCheckpoints) -> RunCheckpoint | None:
         """Returns the checkpoint to resume from, None for a new run; raises if the settings forbid it."""
@@ -204,15 +203,6 @@ class Run:
         self._decisive = decisive_settings(config) | decisive_contents(loaded.info, self.data.digest, ending)
         if found is not None:
             check_settings_unchanged(found.state, self._decisive, found.folder)
-
-    def _resume(self, found: RunCheckpoint, checkpoints: RunCheckpoints) -> RunCheckpoint:
-        """Restores the saved run and the critic; returns the checkpoint of the pair."""
-        self.id, self.step, self.memory = found.state.run_id, found.state.step, found.state.memory
-        self.policy.load(found.policy)
-        if self._critic is not None:
-            found = load_paired_critic(self._critic, found, checkpoints)
-        log.info("resuming from %s", found.folder)
-        return found
 
     def _open_logs(self, exits: ExitStack) -> None:
         """Writes the settings, and opens trackers and bar to continue after the last step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +46,12 @@ def update(
     """
     batches = global_batches(len(experience.rollouts), config)
     is_on_policy = config.epochs * len(batches) == 1
-    weights = _importance_weights(experience, config, sampling)
+    cap = config.importance_cap
+    if cap is None and sampling.engine == "vllm":
+        cap = VLLM_IMPORTANCE_CAP
+    weights = None
+    if cap is not None:
+        weights = truncated_importance_weights(experience.logprobs, experience.engine_logprobs, experience.mask, cap)
     reports: list[StepReport] = []
     with timed(metrics, "seconds_update"):
         for _ in range(config.epochs):
@@ -127,51 +133,22 @@ class PolicyLoss:
             return table[at, :width].to(logprobs.device)
 
         config, mask, advantages = self.config, rows_of(self.mask), rows_of(self.advantages)
-        weights = None if self.weights is None else rows_of(self.weights)
-        is_outside = None
+        about: dict[str, Any] = {"entropies": entropies, "entropy_coefficient": config.entropy_coefficient}
+        about["weights"] = None if self.weights is None else rows_of(self.weights)
         if self.engine_logprobs is not None and config.trust_region is not None:
             low, high = config.trust_region
-            is_outside = outside_trust_region(logprobs, rows_of(self.engine_logprobs), mask, low, high)
-        entropy_coefficient = config.entropy_coefficient
+            about["is_outside"] = outside_trust_region(logprobs, rows_of(self.engine_logprobs), mask, low, high)
         if self.old_logprobs is None:
-            loss, stats = reinforce_loss(
-                logprobs,
-                advantages,
-                mask,
-                self.aggregation,
-                weights=weights,
-                is_outside=is_outside,
-                entropies=entropies,
-                entropy_coefficient=entropy_coefficient,
-            )
+            loss, stats = reinforce_loss(logprobs, advantages, mask, self.aggregation, **about)
         else:
-            loss, stats = ppo_loss(
-                logprobs,
-                rows_of(self.old_logprobs),
-                advantages,
-                mask,
-                self.aggregation,
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                weights=weights,
-                is_outside=is_outside,
-                entropies=entropies,
-                entropy_coefficient=entropy_coefficient,
-            )
+            about |= {"clip_low": config.clip_low, "clip_high": config.clip_high}
+            old_logprobs = rows_of(self.old_logprobs)
+            loss, stats = ppo_loss(logprobs, old_logprobs, advantages, mask, self.aggregation, **about)
         if self.ref_logprobs is not None:
             kl = kl_per_token(logprobs, rows_of(self.ref_logprobs), mask, config.kl_estimator)
             loss = loss + self.kl_coefficient * self.aggregation(kl, mask)
             stats = replace(stats, loss=loss.item())
         return loss, stats
-
-
-def _importance_weights(experience: Experience, config: LossConfig, sampling: RolloutConfig) -> Tensor | None:
-    cap = config.importance_cap
-    if cap is None:
-        if sampling.engine != "vllm":
-            return None
-        cap = VLLM_IMPORTANCE_CAP
-    return truncated_importance_weights(experience.logprobs, experience.engine_logprobs, experience.mask, cap)
 
 
 def _report_metrics(
