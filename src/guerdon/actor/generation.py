@@ -53,11 +53,7 @@ class TransformersGenerator:
     """
 
     def __init__(
-        self,
-        policy: LoadedPolicy,
-        engine: LanguageEngine,
-        max_batch_rollouts: int | None = None,
-        ranks: Ranks = ALONE,
+        self, policy: LoadedPolicy, engine: LanguageEngine, max_batch_rollouts: int | None = None, ranks: Ranks = ALONE
     ) -> None:
         """Raises CheckpointError if the model cannot generate token by token.
 

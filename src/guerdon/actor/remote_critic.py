@@ -9,13 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from guerdon.actor.remote_rewards import (
-    RemoteModel,
-    RemoteRewards,
-    drop_too_long,
-    raise_config_error,
-    token_samples_of,
-)
+from guerdon.actor.remote_rewards import RemoteModel, RemoteRewards, drop_too_long, raise_config_error, token_samples_of
 from guerdon.actor.rollouts import Rollout
 from guerdon.client import CriticClient, CriticScores, RetryPolicy
 from guerdon.client.ordering import TrainFuture

@@ -73,10 +73,7 @@ class RemoteTeacher(RemoteModel[TeacherClient, TeacherAnswers]):
     def logprobs(self, rows: list[np.ndarray], prompt_lengths: np.ndarray) -> list[np.ndarray]:
         """Returns the log-probs of the rows' responses; blocks. Raises SampleFailed for the first that has none."""
         answers = self._client.logprobs(
-            tokens=rows,
-            prompt_lengths=prompt_lengths,
-            temperature=self._temperature,
-            timeout_s=self._timeout_s,
+            tokens=rows, prompt_lengths=prompt_lengths, temperature=self._temperature, timeout_s=self._timeout_s
         )
         assert answers.logprobs is not None
         self._weights.see(answers.weights_version)

@@ -13,14 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from guerdon.adapters.critics import (
-    at_tokens_before,
-    before_responses,
-    connect,
-    load_beside,
-    rows_where,
-    save_beside,
-)
+from guerdon.adapters.critics import at_tokens_before, before_responses, connect, load_beside, rows_where, save_beside
 from guerdon.client import CriticClient
 from guerdon.client.ordering import TrainFuture
 from guerdon.critic_core import TrainReport

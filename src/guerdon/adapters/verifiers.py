@@ -18,11 +18,7 @@ RewardMethod = Callable[[Any, Any], Awaitable[float]]
 
 
 def reward_function(
-    url: str | Sequence[str],
-    model: str = "reward_model",
-    *,
-    label: str = "answer",
-    timeout_s: float = TIMEOUT_S,
+    url: str | Sequence[str], model: str = "reward_model", *, label: str = "answer", timeout_s: float = TIMEOUT_S
 ) -> RewardMethod:
     """Returns a coroutine function of `task` and `trace` that asks a served model for the reward of a trace.
 

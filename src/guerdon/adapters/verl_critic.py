@@ -18,14 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from guerdon.adapters.critics import (
-    at_tokens_before,
-    before_responses,
-    connect,
-    load_beside,
-    rows_where,
-    save_beside,
-)
+from guerdon.adapters.critics import at_tokens_before, before_responses, connect, load_beside, rows_where, save_beside
 from guerdon.adapters.judge import refuse_unknown
 from guerdon.client import CriticClient
 from guerdon.critic_core import TrainReport

@@ -68,12 +68,7 @@ class ResetCheck:
         self._reset = ""
 
     def report(
-        self,
-        caller: Caller,
-        call: Call[TrainReport],
-        *,
-        trains: bool = True,
-        state: Call[CriticState] | None = None,
+        self, caller: Caller, call: Call[TrainReport], *, trains: bool = True, state: Call[CriticState] | None = None
     ) -> Steps[TrainReport]:
         """Returns the report of a call that trains or validates; raises CriticReset if it began before the newest step.
 
