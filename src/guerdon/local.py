@@ -12,17 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack
 
 from guerdon.assembly import build_service
-from guerdon.client import Head, Scores, TeacherAnswers
+from guerdon.client import Head, Scores, TeacherAnswers, teacher_calls
 from guerdon.client.calls import Call, ModelSignature, accept, make_request, prepare_score, takes
 from guerdon.client.reward_client import ScoreArgs
-from guerdon.client.teacher_calls import (
-    GivenIds,
-    TeacherArgs,
-    prepare_given,
-    prepare_hidden,
-    prepare_logprobs,
-    prepare_top,
-)
+from guerdon.client.teacher_calls import GivenIds, TeacherArgs
 from guerdon.core import ModelInfo
 from guerdon.errors import Cancelled, GuerdonError
 from guerdon.server.catalog import Teacher
@@ -165,22 +158,22 @@ class LocalTeacher(_LocalModel):
     @takes(TeacherArgs)
     def logprobs(self, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of the samples' own tokens; blocks. Raises what a server would."""
-        return self._submit(prepare_logprobs(self._name, accept(self.logprobs, samples))).result()
+        return self._submit(teacher_calls.prepare_logprobs(self._name, accept(self.logprobs, samples))).result()
 
     @takes(TeacherArgs)
     def top(self, k: int, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the `k` likeliest ids of each asked token with their log-probs, and what `logprobs` returns."""
-        return self._submit(prepare_top(self._name, k, accept(self.top, samples))).result()
+        return self._submit(teacher_calls.prepare_top(self._name, k, accept(self.top, samples))).result()
 
     @takes(TeacherArgs)
     def given(self, ids: GivenIds, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of `ids`, as `TeacherClient.given` takes them, and what `logprobs` returns."""
-        return self._submit(prepare_given(self._name, ids, accept(self.given, samples))).result()
+        return self._submit(teacher_calls.prepare_given(self._name, ids, accept(self.given, samples))).result()
 
     @takes(TeacherArgs)
     def hidden(self, *, dtype: Literal["bfloat16"] | None = None, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns what the head turns into the logits of each asked token."""
-        return self._submit(prepare_hidden(self._name, dtype, accept(self.hidden, samples))).result()
+        return self._submit(teacher_calls.prepare_hidden(self._name, dtype, accept(self.hidden, samples))).result()
 
     def head(self, known: Head | None = None) -> Head:
         """Returns the head, `known` if it is still the same.

@@ -25,22 +25,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from guerdon import durable
 from guerdon.actor.remote_critic import RemoteCritic
 from guerdon.core import ModelInfo
 from guerdon.critic_core import CheckpointInfo, CriticState
-from guerdon.durable import (
-    ASIDE,
-    DAMAGED,
-    Damaged,
-    make_folder,
-    place,
-    read_manifest,
-    remove,
-    seal,
-    seal_again,
-    storing,
-    verify,
-)
 from guerdon.errors import CheckpointError, ConfigError, GuerdonError, StorageFailed
 from guerdon.settings.actors import (
     ActorConfig,
@@ -111,8 +99,8 @@ class RunCheckpoints:
         self._folder = folder
         self._keep = keep
         try:
-            make_folder(folder)
-            for leftover in folder.glob(ASIDE + "*"):
+            durable.make_folder(folder)
+            for leftover in folder.glob(durable.ASIDE + "*"):
                 shutil.rmtree(leftover)
         except OSError as e:
             raise ConfigError(
@@ -126,9 +114,9 @@ class RunCheckpoints:
         """
         for folder in reversed(self._folders()):
             try:
-                manifest = read_manifest(folder, _STATE)
-                verify(folder, manifest["files"])
-            except Damaged as e:
+                manifest = durable.read_manifest(folder, _STATE)
+                durable.verify(folder, manifest["files"])
+            except durable.Damaged as e:
                 log.error("CHECKPOINT %s IS DAMAGED: %s; using the one before it", folder, e)
                 _set_aside(folder)
                 continue
@@ -139,7 +127,7 @@ class RunCheckpoints:
                     f"{folder} was made by another version of guerdon: {e}",
                     "resume with that version; or start a new run in another run.output_dir",
                 ) from e
-        if damaged := sorted(self._folder.glob(DAMAGED + "*")):
+        if damaged := sorted(self._folder.glob(durable.DAMAGED + "*")):
             raise CheckpointError(
                 f"all checkpoints in {self._folder} are damaged: {', '.join(path.name for path in damaged)}",
                 "restore one of them from a copy, under its own name; or move the folder away to start over",
@@ -155,21 +143,21 @@ class RunCheckpoints:
         older checkpoints stay.
         """
         folder = self._folder / f"step-{state.step:06d}"
-        aside = folder.with_name(ASIDE + folder.name)
-        with storing(f"cannot save {folder}"):
+        aside = folder.with_name(durable.ASIDE + folder.name)
+        with durable.storing(f"cannot save {folder}"):
             try:
                 (aside / POLICY).mkdir(parents=True)
                 save_policy(aside / POLICY)
                 if save_critic is not None:
                     state = replace(state, critic=save_critic())
-                seal(aside, _STATE, {"state": asdict(state)})
-                place(aside, folder)
+                durable.seal(aside, _STATE, {"state": asdict(state)})
+                durable.place(aside, folder)
             except BaseException:
                 shutil.rmtree(aside, ignore_errors=True)
                 raise
         for old in self._folders()[: -self._keep]:
             try:
-                remove(old)
+                durable.remove(old)
             except OSError as e:
                 log.warning("cannot remove %s: %s", old, e)
         return RunCheckpoint(folder, state)
@@ -180,8 +168,8 @@ class RunCheckpoints:
         Raises StorageFailed if the disk is full; the pair is unchanged then.
         """
         state = replace(checkpoint.state, critic=critic)
-        with storing(f"cannot pair {checkpoint.folder} with {critic}"):
-            seal_again(checkpoint.folder, _STATE, {"state": asdict(state)})
+        with durable.storing(f"cannot pair {checkpoint.folder} with {critic}"):
+            durable.seal_again(checkpoint.folder, _STATE, {"state": asdict(state)})
         return RunCheckpoint(checkpoint.folder, state)
 
     def _folders(self) -> list[Path]:
@@ -191,11 +179,11 @@ class RunCheckpoints:
 
 
 def _set_aside(folder: Path) -> None:
-    aside = folder.with_name(DAMAGED + folder.name)
+    aside = folder.with_name(durable.DAMAGED + folder.name)
     for number in itertools.count(2):  # a checkpoint of this step may have been damaged before
         if not aside.exists():
             break
-        aside = folder.with_name(f"{DAMAGED}{folder.name}-{number}")
+        aside = folder.with_name(f"{durable.DAMAGED}{folder.name}-{number}")
     try:
         folder.rename(aside)
     except OSError as e:

@@ -18,25 +18,13 @@ from typing import Any, TextIO, TypeVar
 
 import yaml
 
-from guerdon.actor import curves, trackers
+from guerdon.actor import curves, run_checkpoints, trackers
 from guerdon.actor.policy_group import PolicyGroup
 from guerdon.actor.preemption import TIME_IS_UP, Preempted, Preemption, wait_for
 from guerdon.actor.prompts import Prompts, check_sendable, sent_ending
 from guerdon.actor.remote_critic import RemoteCritic
 from guerdon.actor.remote_teacher import RemoteTeacher
 from guerdon.actor.rollouts import Prompt, Rollout
-from guerdon.actor.run_checkpoints import (
-    CheckpointSaver,
-    RunCheckpoint,
-    RunCheckpoints,
-    RunSnapshot,
-    RunState,
-    check_pairable,
-    check_settings_unchanged,
-    decisive_contents,
-    decisive_settings,
-    load_paired_critic,
-)
 from guerdon.actor.run_metrics import METRICS, rollout_metrics, timed
 from guerdon.durable import locked, make_folder
 from guerdon.errors import ConfigError, RewardsFailed
@@ -133,9 +121,9 @@ class Run:
     def _start(self, exits: ExitStack) -> None:
         exits.enter_context(_lock(self._folder))
         trackers.check_installed(self.config.run.trackers)
-        checkpoints = RunCheckpoints(self._folder / CHECKPOINTS, self.config.run.keep_checkpoints)
+        checkpoints = run_checkpoints.RunCheckpoints(self._folder / CHECKPOINTS, self.config.run.keep_checkpoints)
         found = self._find_checkpoint(checkpoints)
-        critic = None if self._critic is None else check_pairable(self._critic.state(), found)
+        critic = None if self._critic is None else run_checkpoints.check_pairable(self._critic.state(), found)
         self._reference: RemoteTeacher | None = None
         if isinstance(self.config, RewardedRunConfig) and self.config.reference.url is not None:
             reference = RemoteTeacher(self.config.reference, self.config.rollouts.temperature, "reference")
@@ -150,7 +138,7 @@ class Run:
             self.id, self.step, self.memory = found.state.run_id, found.state.step, found.state.memory
             self.policy.load(found.policy)
             if self._critic is not None:
-                found = load_paired_critic(self._critic, found, checkpoints)
+                found = run_checkpoints.load_paired_critic(self._critic, found, checkpoints)
             log.info("resuming from %s", found.folder)
         elif critic is not None and critic.step:
             log.warning("the critic is at step %d already, and continues from there", critic.step)
@@ -158,13 +146,13 @@ class Run:
             self._reference.check_tokenizer(self.policy.trainer.tokenizer)
             self._reference.remember_in(self.memory)
         self._generator_version = self.policy.trainer.weights_version if found is None else ""
-        self._saver = CheckpointSaver(checkpoints, self._critic, found)
+        self._saver = run_checkpoints.CheckpointSaver(checkpoints, self._critic, found)
         self._first_step = self.step
         self._recent_s: deque[float] = deque([0.0], _NUM_RECENT)
         self._generation_s, self._loading_s = 0.0, time.monotonic() - started
         self._open_logs(exits)
 
-    def _find_checkpoint(self, checkpoints: RunCheckpoints) -> RunCheckpoint | None:
+    def _find_checkpoint(self, checkpoints: run_checkpoints.RunCheckpoints) -> run_checkpoints.RunCheckpoint | None:
         """Returns the checkpoint to resume from, None for a new run; raises if the settings forbid it."""
         found = checkpoints.newest_whole()
         if found is None:
@@ -174,10 +162,12 @@ class Run:
                 f"{self._folder} has a run of {found.state.step} steps, and run.resume is false",
                 "set another run.output_dir, or move that one away",
             )
-        check_settings_unchanged(found.state, decisive_settings(self.config), found.folder)
+        run_checkpoints.check_settings_unchanged(
+            found.state, run_checkpoints.decisive_settings(self.config), found.folder
+        )
         return found
 
-    def _load(self, found: RunCheckpoint | None) -> None:
+    def _load(self, found: run_checkpoints.RunCheckpoint | None) -> None:
         """Loads the initial policy and the prompts; raises if they are not those of `found`."""
         config, run = self.config, self.config.run
         self.generator = self.policy.open(
@@ -200,9 +190,11 @@ class Run:
         if isinstance(config, RewardedRunConfig):
             check_sendable(self.data, *get_remote(config), config.rollouts.max_new_tokens)
             ending = sent_ending(self.data.ending, get_remote(config)[1])
-        self._decisive = decisive_settings(config) | decisive_contents(loaded.info, self.data.digest, ending)
+        self._decisive = run_checkpoints.decisive_settings(config) | run_checkpoints.decisive_contents(
+            loaded.info, self.data.digest, ending
+        )
         if found is not None:
-            check_settings_unchanged(found.state, self._decisive, found.folder)
+            run_checkpoints.check_settings_unchanged(found.state, self._decisive, found.folder)
 
     def _open_logs(self, exits: ExitStack) -> None:
         """Writes the settings, and opens trackers and bar to continue after the last step."""
@@ -364,10 +356,12 @@ class Run:
         if self._stopped is not None:
             raise Preempted
 
-    def _snapshot(self) -> RunSnapshot:
+    def _snapshot(self) -> run_checkpoints.RunSnapshot:
         metrics = {"actor_step": float(self.step)}
         metrics |= {name: self._metrics[name] for name in _KEPT_WITH_CRITIC if name in self._metrics}
-        return RunSnapshot(RunState(self.id, self.step, self._decisive, self.memory), self.policy.save, metrics)
+        return run_checkpoints.RunSnapshot(
+            run_checkpoints.RunState(self.id, self.step, self._decisive, self.memory), self.policy.save, metrics
+        )
 
     def _generate(self, prompts: list[Prompt], num: int, step: int) -> Iterator[list[Rollout]]:
         if self._generator_version != self.policy.trainer.weights_version:

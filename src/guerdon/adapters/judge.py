@@ -11,20 +11,12 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from guerdon import errors
 from guerdon.client import AsyncRewardClient, Credentials, RetryPolicy, RewardClient, Scores
 from guerdon.client.calls import Texts
 from guerdon.client.reward_client import ScoreArgs
 from guerdon.core import Message
 from guerdon.endings import Ending, ended
-from guerdon.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    Forbidden,
-    GuerdonError,
-    InvalidRequest,
-    Unauthenticated,
-    Unavailable,
-)
 from guerdon.wire.score_tensors import prompt_groups
 
 log = logging.getLogger(__name__)
@@ -68,7 +60,7 @@ class Judge:
             if self._must_learn(samples):
                 try:
                     self._learn(self._client.config())
-                except GuerdonError as e:
+                except errors.GuerdonError as e:
                     self._learn_nothing(e)
                 samples["timeout_s"] = self._time_left(started)
             scores = self._client.score(**self._completed(samples, completes))
@@ -79,10 +71,10 @@ class Judge:
     def score_in_queue(self, *, completes: bool = False, **samples: Unpack[ScoreArgs]) -> Scores:
         """Scores as `score` does, but fails at once if the call just before found no server in time."""
         if time.monotonic() - self._lost_at < _FAIL_FAST_S:
-            raise Unavailable(f"not asked, because the call before failed: {self._lost_why}")
+            raise errors.Unavailable(f"not asked, because the call before failed: {self._lost_why}")
         try:
             return self.score(completes=completes, **samples)
-        except (Unavailable, DeadlineExceeded) as e:
+        except (errors.Unavailable, errors.DeadlineExceeded) as e:
             self._lost_at, self._lost_why = time.monotonic(), str(e)
             raise
 
@@ -101,7 +93,7 @@ class Judge:
             if self._must_learn(samples):
                 try:
                     self._learn(await client.config())
-                except GuerdonError as e:
+                except errors.GuerdonError as e:
                     self._learn_nothing(e)
                 samples["timeout_s"] = self._time_left(started)
             scores = await client.score(**self._completed(samples, completes))
@@ -115,9 +107,9 @@ class Judge:
     def _learn(self, config: dict[str, Any]) -> None:
         self._ending, self._has_learned = Ending.reported(config), True
 
-    def _learn_nothing(self, error: GuerdonError) -> None:
+    def _learn_nothing(self, error: errors.GuerdonError) -> None:
         """Goes on without an ending, because not every server has configurations; raises what would fail again."""
-        if isinstance(error, Unavailable | DeadlineExceeded | Unauthenticated | Forbidden):
+        if isinstance(error, errors.Unavailable | errors.DeadlineExceeded | errors.Unauthenticated | errors.Forbidden):
             raise error
         self._has_learned = True
 
@@ -196,7 +188,7 @@ def make_samples(prompts: Sequence[Prompt], completions: Sequence[Prompt], endin
             if isinstance(part, str) != is_text or not (is_text or _is_conversation(part)):
                 found = "an empty list" if isinstance(part, list) and not part else f"a {type(part).__name__}"
                 wanted = "a text" if is_text else "a list of messages"
-                raise InvalidRequest(
+                raise errors.InvalidRequest(
                     f"sample {i}: the {name} is {found}, and must be {wanted} as those before it: give either texts or "
                     "lists of messages, for prompts and completions alike"
                 )
@@ -231,7 +223,9 @@ def finite_mean(values: np.ndarray) -> float:
 def refuse_unknown(names: Iterable[str], where: str, known: str) -> None:
     """Raises ConfigError for the first of these unknown settings."""
     for name in sorted(names):
-        raise ConfigError(f"unknown setting {where}{name}; known here: {known}", "correct its name, or leave it out")
+        raise errors.ConfigError(
+            f"unknown setting {where}{name}; known here: {known}", "correct its name, or leave it out"
+        )
 
 
 def _is_conversation(part: Any) -> bool:

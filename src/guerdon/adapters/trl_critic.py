@@ -13,15 +13,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerCallback
 
-from guerdon.adapters.critics import (
-    TIMEOUT_S,
-    at_tokens_before,
-    before_response,
-    connect,
-    load_beside,
-    rows_where,
-    save_beside,
-)
+from guerdon.adapters import critics
 from guerdon.client import CriticClient
 from guerdon.critic_core import Gae
 from guerdon.errors import GuerdonError, InvalidRequest
@@ -38,7 +30,7 @@ def use_critic(
     gae: Gae | None = None,
     updates: int = 1,
     whiten: bool = True,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float = critics.TIMEOUT_S,
 ) -> None:
     """Gives a GRPOTrainer the critic at `url`; call it before `train`.
 
@@ -52,7 +44,7 @@ def use_critic(
     if not isinstance(trainer, GRPOTrainer):
         raise InvalidRequest(f"{type(trainer).__name__} has no advantages of tokens: use a GRPOTrainer")
     saves = trainer.args.save_strategy != "no"
-    critic = connect(url, name, timeout_s, saves=saves, instead="set save_strategy='no'")
+    critic = critics.connect(url, name, timeout_s, saves=saves, instead="set save_strategy='no'")
     trainer.add_callback(CriticCallback(trainer, critic, gae or Gae(), updates, whiten))
 
 
@@ -71,12 +63,12 @@ class CriticCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Takes the critic back to the checkpoint from which the trainer resumes."""
         if state.global_step > 0 and state.is_world_process_zero:
-            load_beside(self._critic, _folder(args, state))
+            critics.load_beside(self._critic, _folder(args, state))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Saves a checkpoint at the server, and its name in the trainer's."""
         if state.is_world_process_zero:
-            save_beside(self._critic, _folder(args, state), state.global_step)
+            critics.save_beside(self._critic, _folder(args, state), state.global_step)
 
     def _keep_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards: torch.Tensor = self._calculate_rewards(*args, **kwargs)  # of all processes
@@ -89,10 +81,10 @@ class CriticCallback(TrainerCallback):
         kept = counted = batch["completion_mask"]
         if "tool_mask" in batch:
             counted = counted * batch["tool_mask"]
-        prompts = rows_where(batch["prompt_mask"], batch["prompt_ids"])
-        completions = rows_where(kept, batch["completion_ids"])
+        prompts = critics.rows_where(batch["prompt_mask"], batch["prompt_ids"])
+        completions = critics.rows_where(kept, batch["completion_ids"])
         tokens = [np.concatenate(both) for both in zip(prompts, completions, strict=True)]
-        found = self._ask([*zip(tokens, rows_where(kept, counted), strict=True)])
+        found = self._ask([*zip(tokens, critics.rows_where(kept, counted), strict=True)])
         advantages = torch.zeros(kept.shape, device=kept.device)
         advantages[kept.bool()] = torch.from_numpy(np.concatenate(found)).to(kept.device)
         batch["advantages"] = advantages
@@ -122,7 +114,7 @@ class CriticCallback(TrainerCallback):
         tokens = [row for row, _ in samples]
         arguments: dict[str, Any] = {
             "rewards": np.where(is_scored, rewards, 0).tolist(),
-            "mask": at_tokens_before(masks, tokens),
+            "mask": critics.at_tokens_before(masks, tokens),
             "gae": self._gae,
         }
         is_training = self._trainer.model.training
@@ -136,7 +128,7 @@ class CriticCallback(TrainerCallback):
             metrics[f"critic/{name}"].append(getattr(report, name))
         assert report.advantages is not None
         rows = zip(report.advantages, samples, strict=True)
-        found = [row[before_response(len(ids), len(mask))] for row, (ids, mask) in rows]
+        found = [row[critics.before_response(len(ids), len(mask))] for row, (ids, mask) in rows]
         return _whitened(found, masks) if self._whiten else found
 
     def _name_request(self) -> str:

@@ -18,19 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from guerdon import errors
 from guerdon.adapters.judge import TIMEOUT_S
 from guerdon.client import RetryPolicy, RewardClient, Scores
 from guerdon.client.calls import Call
 from guerdon.endings import Ending
-from guerdon.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    GuerdonError,
-    InvalidRequest,
-    SampleFailed,
-    ServerFault,
-    Unavailable,
-)
 from guerdon.settings.access import strip_credentials
 from guerdon.vocabulary import difference, identity, reported
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor
@@ -78,9 +70,9 @@ def create_reward_fn(
     if not host and os.environ.get("RANK", "0") != "0":
         return True
     if dense and delta_reward:
-        raise ConfigError("delta_reward goes with one reward a sample", "leave out dense or delta_reward")
+        raise errors.ConfigError("delta_reward goes with one reward a sample", "leave out dense or delta_reward")
     if not host and model is None:
-        raise ConfigError(
+        raise errors.ConfigError(
             "neither a server nor a model is named: TRITON_HOST is not set, and model is not given",
             "set TRITON_HOST=host:port/model in the environment, or give model",
         )
@@ -90,7 +82,7 @@ def create_reward_fn(
         scheme, _, rest = host.rpartition("://")
         address, slash, name = rest.partition("/")
         if not slash or not name or "/" in name or scheme not in ("", "grpc", "grpcs"):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"TRITON_HOST is {strip_credentials(host)!r}",
                 "give host:port/model, such as 10.0.0.1:5557/reward_model",
             )
@@ -130,12 +122,12 @@ class TrlxReward:
             return []
         if self._is_dense:
             if prompts is None or outputs is None:
-                raise InvalidRequest("dense rewards need prompts and outputs, which trlX gives since 0.4")
+                raise errors.InvalidRequest("dense rewards need prompts and outputs, which trlX gives since 0.4")
             return self._scorer.score_tokens(prompts, outputs, tokenizer)
         if not self._is_delta:
             return self._scorer.score_samples(samples).rewards.tolist()
         if prompts is None or original_output is None:
-            raise InvalidRequest(
+            raise errors.InvalidRequest(
                 "delta rewards need original_output: train on rows of {'prompt', 'original_output'} with trlX 0.7 or "
                 "later by PPO, or create the reward function without delta_reward"
             )
@@ -188,14 +180,14 @@ class TextScorer:
         theirs = ours if tokenizer is None else tokenizer(list(outputs))["input_ids"]
         for i, (our, their) in enumerate(zip(ours, theirs, strict=True)):
             if our != their:
-                raise InvalidRequest(
+                raise errors.InvalidRequest(
                     f"output {i} is {len(our)} tokens to the reward model and {len(their)} others to the trainer: "
                     "dense rewards need one tokenizer for both"
                 )
         rows = [prompt + output for prompt, output in zip(self._rows(prompts), ours, strict=True)]
         values = self.client.score(tokens=rows).raise_for_failed().values
         if values is None:
-            raise InvalidRequest("the reward model gives no values, and dense rewards need one for each token")
+            raise errors.InvalidRequest("the reward model gives no values, and dense rewards need one for each token")
         return [row[len(row) - len(output) :].tolist() for row, output in zip(values, ours, strict=True)]
 
     def _check_tokenizer(self) -> None:
@@ -204,15 +196,15 @@ class TextScorer:
             return
         try:
             config = self.client.config()
-        except (Unavailable, DeadlineExceeded):
+        except (errors.Unavailable, errors.DeadlineExceeded):
             raise
-        except GuerdonError:  # not every server has configurations; any other fault fails the scores as well
+        except errors.GuerdonError:  # not every server has configurations; any other fault fails the scores as well
             config = {}
         self._ending = Ending.reported(config)
         # A custom tokenizer may have no vocabulary to compare.
         theirs = reported(config) if hasattr(self._tokenizer, "get_added_vocab") else ""
         if theirs and (why := difference(identity(self._tokenizer), theirs)) is not None:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"the tokenizer is not that of the reward model of {self.client}: {why}",
                 "give tokenizer: the reward model's, or its folder",
             )
@@ -243,7 +235,7 @@ class InputIdsClient(RewardClient):
         for start, future in zip(starts, futures, strict=True):
             try:
                 parts.append(future.result())
-            except GuerdonError as e:
+            except errors.GuerdonError as e:
                 e.add_note(f"asked for {min(batch_size, len(rows) - start)} samples; row 0 is sample {start}")
                 raise
         rewards = np.concatenate([part.rewards for part in parts])
@@ -256,9 +248,11 @@ def _prepare_input_ids(model: str, table: np.ndarray) -> Call[Scores]:
         outputs = {tensor.name: tensor.data for tensor in reply.outputs}
         rewards = np.asarray(outputs.get("rewards", ()), np.float32).reshape(-1)
         if len(rewards) != len(table):
-            raise ServerFault(f"the server sent {len(rewards)} rewards for {len(table)} samples")
+            raise errors.ServerFault(f"the server sent {len(rewards)} rewards for {len(table)} samples")
         if not np.isfinite(rewards).all():
-            raise SampleFailed(f"row {np.flatnonzero(~np.isfinite(rewards))[0]}: the server gave no finite reward")
+            raise errors.SampleFailed(
+                f"row {np.flatnonzero(~np.isfinite(rewards))[0]}: the server gave no finite reward"
+            )
         version = str(reply.parameters.get("weights_version", ""))
         return Scores(rewards, [None] * len(table), weights_version=version, queue_s=queue_s, compute_s=compute_s)
 
@@ -286,7 +280,7 @@ class OriginalRewards:
             rewards = self._rewards_of(originals)
             if self._weights_version == scores.weights_version:
                 return scores.rewards - rewards
-        raise ServerFault(f"samples and originals were scored by different weights, {_TRIES} times in a row")
+        raise errors.ServerFault(f"samples and originals were scored by different weights, {_TRIES} times in a row")
 
     def _rewards_of(self, texts: Sequence[str]) -> np.ndarray:
         known, digests = self._rewards, [_digest(text) for text in texts]
@@ -321,7 +315,7 @@ def _tokenizer(name: str | None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(_DEFAULT_TOKENIZER)
     except (OSError, ValueError) as e:  # missing or incomplete
-        raise ConfigError(
+        raise errors.ConfigError(
             f"no tokenizer is given, and {_DEFAULT_TOKENIZER}'s, which trlX's example takes, does not load: "
             + str(e).partition("\n")[0],
             "give tokenizer: the reward model's, or its folder",

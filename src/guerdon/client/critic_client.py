@@ -9,21 +9,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar, Unpack
 
+from guerdon.client import critic_calls
 from guerdon.client.calls import Call, Integers, TokenRows, accept, takes
-from guerdon.client.critic_calls import (
-    BatchArgs,
-    CriticScores,
-    InferArgs,
-    Rows,
-    TrainArgs,
-    TreeArgs,
-    make_infer_request,
-    make_train_request,
-    prepare_control,
-    prepare_infer,
-    prepare_train,
-    prepare_train_loss,
-)
+from guerdon.client.critic_calls import BatchArgs, CriticScores, InferArgs, Rows, TrainArgs, TreeArgs
 from guerdon.client.faces import DEFAULTS, AsyncClient, BlockingClient, CallFuture, Client, ClientArgs
 from guerdon.client.ordering import AsyncTrainFuture, OrderedSession, TrainFuture
 from guerdon.client.retry import RetryPolicy, Steps
@@ -69,18 +57,18 @@ class CriticModels(Client[OrderedSession]):
         return [self._main_model()] if isinstance(self._model, str) else list(self._model.values())
 
     def _infer(self, tokens: TokenRows | None, samples: InferArgs | TreeArgs, *, needs_rewards: bool = False) -> Any:
-        request, parents = make_infer_request(tokens, **samples)
-        call = prepare_infer(self._main_model(), request, needs_rewards=needs_rewards, parents=parents)
+        request, parents = critic_calls.make_infer_request(tokens, **samples)
+        call = critic_calls.prepare_infer(self._main_model(), request, needs_rewards=needs_rewards, parents=parents)
         return self._start(self._session.caller.ask(call))
 
     def _train_steps(self, request: TrainRequest, train_id: str | None) -> Steps[TrainReport]:
-        call, session = prepare_train(self._model_of(Operation.TRAIN), request), self._session
+        call, session = critic_calls.prepare_train(self._model_of(Operation.TRAIN), request), self._session
         # Only a request with a name from the caller can have been answered before.
         state = None if train_id is None else self._control_call(Operation.STATE)
         return session.reset_check.report(session.caller, call, state=state)
 
     def _validate(self, request: TrainRequest) -> Any:
-        call, session = prepare_train(self._model_of(Operation.VALIDATE), request), self._session
+        call, session = critic_calls.prepare_train(self._model_of(Operation.VALIDATE), request), self._session
         return self._start(session.reset_check.report(session.caller, call, trains=False))
 
     def _control(self, operation: Operation, **about: Any) -> Any:
@@ -90,7 +78,7 @@ class CriticModels(Client[OrderedSession]):
         return self._start(session.caller.ask(call), alone=operation is not Operation.STATE)
 
     def _control_call(self, operation: Operation, **about: Any) -> Call[Any]:
-        return prepare_control(self._model_of(operation), ControlRequest(operation, **about))
+        return critic_calls.prepare_control(self._model_of(operation), ControlRequest(operation, **about))
 
 
 class CriticClient(CriticModels, BlockingClient[OrderedSession]):
@@ -151,7 +139,7 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         has `advantages` and `returns`. A failure is logged; if nobody has looked at the future by the next call, that
         call raises it.
         """
-        request = make_train_request(tokens, returns, prev_values, mask, **accept(self.train, options))
+        request = critic_calls.make_train_request(tokens, returns, prev_values, mask, **accept(self.train, options))
         future: TrainFuture[TrainReport] = TrainFuture(self._here(), request.id)
         return self._start_as(future, self._train_steps(request, options.get("train_id")), alone=True)
 
@@ -162,9 +150,9 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
 
         Those do not recognise a request by its id, so one that may have arrived is not sent again: the future fails.
         """
-        request = make_train_request(tokens, returns, prev_values, mask, lengths=lengths)
+        request = critic_calls.make_train_request(tokens, returns, prev_values, mask, lengths=lengths)
         future: TrainFuture[float] = TrainFuture(self._here(), request.id)
-        steps = self._caller.ask(prepare_train_loss(self._model_of(Operation.TRAIN), request))
+        steps = self._caller.ask(critic_calls.prepare_train_loss(self._model_of(Operation.TRAIN), request))
         return self._start_as(future, steps, alone=True)
 
     @takes(BatchArgs)
@@ -177,7 +165,7 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         **options: Unpack[BatchArgs],
     ) -> TrainReport:
         """Returns the loss and its metrics on these rows, without training; blocks. Arguments are as for `train`."""
-        request = make_train_request(tokens, returns, prev_values, mask, **accept(self.validate, options))
+        request = critic_calls.make_train_request(tokens, returns, prev_values, mask, **accept(self.validate, options))
         return self._wait(self._validate(request))
 
     def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:
@@ -268,7 +256,7 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         **options: Unpack[TrainArgs],
     ) -> AsyncTrainFuture:
         """Returns a future of the report to await, as `CriticClient.train` does; the request starts at once."""
-        request = make_train_request(tokens, returns, prev_values, mask, **accept(self.train, options))
+        request = critic_calls.make_train_request(tokens, returns, prev_values, mask, **accept(self.train, options))
         future = AsyncTrainFuture(request.id)
         steps = self._train_steps(request, options.get("train_id"))
         task = self._start(steps, alone=True, is_wanted=lambda: not future.cancelled())
@@ -285,7 +273,7 @@ class AsyncCriticClient(CriticModels, AsyncClient[OrderedSession]):
         **options: Unpack[BatchArgs],
     ) -> TrainReport:
         """Returns the loss and its metrics on these rows, without training. Arguments are as for `train`."""
-        request = make_train_request(tokens, returns, prev_values, mask, **accept(self.validate, options))
+        request = critic_calls.make_train_request(tokens, returns, prev_values, mask, **accept(self.validate, options))
         return await self._validate(request)
 
     async def save(self, metrics: dict[str, float] | None = None) -> CheckpointInfo | None:

@@ -19,20 +19,11 @@ from google.protobuf import json_format
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
+from guerdon import errors
 from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
 from guerdon.client.retry import Configure, Describe, Exchange, FetchHead, Infer, InferResult, Ready, RetryPolicy
 from guerdon.client.statuses import CERTIFICATE_HINT, add_key_hint, error_of, tls_failure
-from guerdon.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    GuerdonError,
-    InvalidRequest,
-    ServerFault,
-    Unavailable,
-    Unreachable,
-    Unsupported,
-)
 from guerdon.wire import kserve_grpc
 
 _NO_CONNECTION = ("failed to connect", "DNS resolution failed")
@@ -90,7 +81,7 @@ class GrpcExchange:
         match self.step:
             case Ready():
                 if not message.ready:
-                    raise Unavailable(f"model '{self.step.model}' at {self.url} is not ready")
+                    raise errors.Unavailable(f"model '{self.step.model}' at {self.url} is not ready")
                 return None
             case Describe():
                 return ModelSignature(
@@ -105,15 +96,15 @@ class GrpcExchange:
             case Infer():
                 try:
                     reply = kserve_grpc.decode_reply(message)
-                except InvalidRequest as e:
-                    raise ServerFault(f"{self.url} sent a malformed reply: {e}") from e
+                except errors.InvalidRequest as e:
+                    raise errors.ServerFault(f"{self.url} sent a malformed reply: {e}") from e
                 return InferResult(
                     reply,
                     queue_s=(_number(metadata, "guerdon-queue-ms") or 0.0) / 1e3,
                     compute_s=(_number(metadata, "guerdon-compute-ms") or 0.0) / 1e3,
                 )
 
-    def failure(self, error: Any) -> GuerdonError:
+    def failure(self, error: Any) -> errors.GuerdonError:
         """Returns the error of an exchange that ended in a status."""
         code, details, step = error.code().name, error.details() or "", self.step
         check = "is the server running there? Check host and port (http://host:port for an HTTP port, grpcs:// for TLS)"
@@ -127,11 +118,11 @@ class GrpcExchange:
                 message = f"cannot connect to {self.url}: {details}; {check}"
                 if self.url.startswith("grpcs://"):
                     message += CERTIFICATE_HINT
-            return Unreachable(message, may_have_arrived=is_sent)
+            return errors.Unreachable(message, may_have_arrived=is_sent)
         if code == "DEADLINE_EXCEEDED" and not isinstance(step, Infer):
-            return Unreachable(f"no sign of life from {self.url} within {step.timeout_s:.3g} s; {check}")
+            return errors.Unreachable(f"no sign of life from {self.url} within {step.timeout_s:.3g} s; {check}")
         if code == "DEADLINE_EXCEEDED" and details in ("", "Deadline Exceeded"):
-            return DeadlineExceeded(
+            return errors.DeadlineExceeded(
                 f"no answer from {self.url} within {step.timeout_s:.3g} s; raise timeout_s to wait longer"
             )
         trailing = error.trailing_metadata() or ()
@@ -165,7 +156,7 @@ class GrpcTransport:
     async def perform(self, step: Exchange) -> Any:
         """Returns the step's result; raises its GuerdonError."""
         if isinstance(step, FetchHead):
-            raise Unsupported("a head is a file, which is fetched over HTTP only: give the server's http:// URL")
+            raise errors.Unsupported("a head is a file, which is fetched over HTTP only: give the server's http:// URL")
         exchange, loop = GrpcExchange(step), asyncio.get_running_loop()
         ended = loop.create_future()
 
@@ -218,7 +209,7 @@ class GrpcTransport:
     def _open_stub(self) -> Any:
         with self._lock:
             if self._is_closed:
-                raise Cancelled("the client is closed")
+                raise errors.Cancelled("the client is closed")
             if self._channel is None:
                 if self._files is None:
                     self._channel = grpc.insecure_channel(self._target, options=self._options)
@@ -244,7 +235,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 def _check_fork() -> None:
     if _was_busy_at_fork:
-        raise GuerdonError(
+        raise errors.GuerdonError(
             "this process was forked while gRPC was at work, which gRPC does not survive: fork while no call is under "
             "way, give an http:// URL, or start processes by spawn"
         )

@@ -17,20 +17,11 @@ import httpcore
 import httpx
 import orjson
 
+from guerdon import errors
 from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
 from guerdon.client.retry import Configure, Describe, Exchange, FetchHead, Infer, InferResult, Ready, RetryPolicy
 from guerdon.client.statuses import CERTIFICATE_HINT, add_key_hint, error_of, tls_failure
-from guerdon.errors import (
-    DeadlineExceeded,
-    GuerdonError,
-    InvalidRequest,
-    RouteNotFound,
-    ServerFault,
-    Unavailable,
-    UnknownModel,
-    Unreachable,
-)
 from guerdon.wire import kserve
 
 Json = TypeVar("Json", dict[str, Any], list[Any])
@@ -119,7 +110,7 @@ class HttpExchange:
                 return ModelSignature.from_metadata(reply.json())
             case Configure():
                 if not isinstance(config := reply.json(), dict):
-                    raise ServerFault(f"{self.url} sent a malformed configuration")
+                    raise errors.ServerFault(f"{self.url} sent a malformed configuration")
                 return config
             case FetchHead():
                 return reply.body
@@ -127,52 +118,54 @@ class HttpExchange:
                 length = reply.headers.get(_HEADER_LENGTH)
                 try:
                     decoded = kserve.decode_reply(reply.body, None if length is None else int(length))
-                except (InvalidRequest, ValueError) as e:
-                    raise ServerFault(f"{self.url} sent a malformed reply: {e}") from e
+                except (errors.InvalidRequest, ValueError) as e:
+                    raise errors.ServerFault(f"{self.url} sent a malformed reply: {e}") from e
                 return InferResult(
                     decoded,
                     queue_s=_number(reply.headers, "guerdon-queue-ms", 0.0) / 1e3,
                     compute_s=_number(reply.headers, "guerdon-compute-ms", 0.0) / 1e3,
                 )
 
-    def failure(self, error: BaseException) -> GuerdonError:
+    def failure(self, error: BaseException) -> errors.GuerdonError:
         """Returns the error of a connection that failed or broke."""
         step, url = self.step, self.url
         check = "is the server running there? Check host and port (grpc://host:port for a gRPC port, https:// for TLS)"
         if (refusal := _tls_refusal(error)) is not None:
             return tls_failure(url, refusal)
         if isinstance(error, httpcore.ConnectTimeout | httpcore.ConnectError):
-            return Unreachable(f"cannot connect to {url}: {_reason(error)}; {check}", may_have_arrived=False)
+            return errors.Unreachable(f"cannot connect to {url}: {_reason(error)}; {check}", may_have_arrived=False)
         if isinstance(error, httpcore.TimeoutException):
             if isinstance(step, Infer):
-                return DeadlineExceeded(
+                return errors.DeadlineExceeded(
                     f"no answer from {url} within {step.timeout_s:.3g} s; raise timeout_s to wait longer"
                 )
-            return Unreachable(f"{url} takes connections but said nothing within {step.timeout_s:.3g} s; {check}")
+            return errors.Unreachable(
+                f"{url} takes connections but said nothing within {step.timeout_s:.3g} s; {check}"
+            )
         if isinstance(error, httpcore.RemoteProtocolError) and not step.endpoint.seen and url.startswith("http://"):
-            return Unreachable(
+            return errors.Unreachable(
                 f"{url} does not speak HTTP: {error}; write grpc://host:port for a gRPC port, https:// for TLS"
             )
         hint = "" if step.endpoint.seen else f"; {check}"
         if hint and url.startswith("https://"):
             hint += CERTIFICATE_HINT
-        return Unreachable(f"the connection to {url} broke before the answer: {error}{hint}")
+        return errors.Unreachable(f"the connection to {url} broke before the answer: {error}{hint}")
 
-    def _error(self, reply: HttpReply) -> GuerdonError:
+    def _error(self, reply: HttpReply) -> errors.GuerdonError:
         status, body = reply.status, reply.json()
         message = body.get("error") if isinstance(body, dict) else None
         if isinstance(self.step, Ready) and status not in (401, 403):
             reason = f": {message}" if isinstance(message, str) else ""
-            return Unavailable(f"model '{self.step.model}' at {self.url} is not ready (status {status}{reason})")
+            return errors.Unavailable(f"model '{self.step.model}' at {self.url} is not ready (status {status}{reason})")
         if not isinstance(message, str):
             message = f"{self.url} answered {status} to {self.path}: {reply.text[:200]!r}"
             if status == 404:
-                return RouteNotFound(f"{message}; is this a server of the open inference protocol (KServe v2)?")
+                return errors.RouteNotFound(f"{message}; is this a server of the open inference protocol (KServe v2)?")
             if status == 500 and body is None and _is_from_ray(reply):
                 # Guerdon sends its own errors as JSON: this is Ray Serve's proxy, which has lost a replica.
-                return Unavailable(message)
+                return errors.Unavailable(message)
         elif status == 404 or (status == 400 and isinstance(self.step, Describe)):
-            return UnknownModel(message)
+            return errors.UnknownModel(message)
         retry_after_s = _number(reply.headers, "retry-after", None)
         kind, num_steps = reply.headers.get("guerdon-error"), _number(reply.headers, "guerdon-num-steps", None)
         return add_key_hint(error_of(status, message, retry_after_s, kind, num_steps), self.url)
@@ -274,7 +267,7 @@ def fetch(address: Address, path: str, *, method: str = "GET", timeout_s: float 
     try:
         response = httpx.request(method, address.url + path, timeout=timeout_s, headers=address.headers, verify=tls)
     except (httpx.HTTPError, httpx.InvalidURL) as e:
-        raise Unreachable(f"{address.url} gave no answer to {path}: {str(e) or 'timed out'}") from e
+        raise errors.Unreachable(f"{address.url} gave no answer to {path}: {str(e) or 'timed out'}") from e
     reply = HttpReply(response.status_code, response.headers, response.content)
     if reply.status != 200:
         body = reply.json()
@@ -293,7 +286,7 @@ def fetch_json(address: Address, path: str, cls: type[Json], *, method: str = "G
     """
     body = fetch(address, path, method=method, timeout_s=timeout_s).json()
     if not isinstance(body, cls):
-        raise ServerFault(f"{address.url} answered {path} unlike any server of the open inference protocol")
+        raise errors.ServerFault(f"{address.url} answered {path} unlike any server of the open inference protocol")
     return body
 
 

@@ -12,19 +12,9 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from guerdon import errors
 from guerdon.client.calls import Call, ModelSignature
 from guerdon.client.endpoints import Endpoint, Endpoints
-from guerdon.errors import (
-    DeadlineExceeded,
-    Forbidden,
-    GuerdonError,
-    InvalidRequest,
-    Overloaded,
-    Unauthenticated,
-    Unavailable,
-    UnknownModel,
-    Unreachable,
-)
 from guerdon.wire.tensors import InferReply, InferRequest
 
 T = TypeVar("T")
@@ -67,7 +57,7 @@ class RetryPolicy:
         """Retries until `timeout_s` is over: a server that restarts loads its model first, which takes minutes."""
         return cls(timeout_s=timeout_s, tries=1_000_000, wait_for_start=wait_for_start)
 
-    def next_delay(self, attempt: int, error: GuerdonError, rng: random.Random) -> float | None:
+    def next_delay(self, attempt: int, error: errors.GuerdonError, rng: random.Random) -> float | None:
         """Returns the seconds to wait after the failed try number `attempt` (from 1), None to give up."""
         if not error.retryable or attempt >= self.tries:
             return None
@@ -176,10 +166,12 @@ class Caller:
             left_s = max(0.001, deadline - self.clock())
             try:
                 result: InferResult = yield Infer(endpoint, model, kept[0].build(signature, left_s), left_s)
-            except Unavailable as e:
+            except errors.Unavailable as e:
                 # A full queue has refused the request, and without a connection it was never sent. Any other error may
                 # be a proxy's, behind which the server has it.
-                may_have_it = e.may_have_arrived if isinstance(e, Unreachable) else not isinstance(e, Overloaded)
+                may_have_it = (
+                    e.may_have_arrived if isinstance(e, errors.Unreachable) else not isinstance(e, errors.Overloaded)
+                )
                 if e.retryable and may_have_it and not kept[0].may_repeat(signature):
                     e.retryable = False
                     e.add_note("not sent again: the server may have it, and would not recognise the second as the same")
@@ -191,7 +183,7 @@ class Caller:
             signature = yield from self._signature(endpoint, model, deadline)
             try:
                 return (yield from infer(endpoint, signature))
-            except InvalidRequest:
+            except errors.InvalidRequest:
                 if known is None:
                     raise
                 # The model may have been replaced since it was described.
@@ -246,13 +238,13 @@ class Caller:
                 left_s = started + timeout_s - self.clock()
                 try:
                     yield Ready(endpoint, model, max(0.1, min(left_s, self.policy.connect_timeout_s)))
-                except (Unauthenticated, Forbidden):
+                except (errors.Unauthenticated, errors.Forbidden):
                     raise
-                except GuerdonError as e:
-                    if isinstance(e, Unreachable) and not e.retryable:
+                except errors.GuerdonError as e:
+                    if isinstance(e, errors.Unreachable) and not e.retryable:
                         raise
                     unknown = None
-                    if not isinstance(e, Unreachable):
+                    if not isinstance(e, errors.Unreachable):
                         unknown = yield from self._find_unknown(endpoint, model)
                     answers.append(f"{endpoint.url}: {unknown}" if unknown else str(e))
                     num_unknown += unknown is not None
@@ -260,17 +252,17 @@ class Caller:
                     endpoint.seen = True
                     return
             if num_unknown == len(answers):
-                raise UnknownModel("; ".join(answers))
+                raise errors.UnknownModel("; ".join(answers))
             left_s = started + timeout_s - self.clock()
             if left_s <= 0:
-                raise DeadlineExceeded(f"no server was ready within {timeout_s:g} s: {'; '.join(answers)}")
+                raise errors.DeadlineExceeded(f"no server was ready within {timeout_s:g} s: {'; '.join(answers)}")
             if self.clock() - started >= warn_after_s and left_s > _FIRST_WARNING_S:  # else the error says it soon
                 log.warning("still waiting: %s", "; ".join(answers))
                 warn_after_s *= 4
             yield Wait(min(pause_s, left_s))
             pause_s = min(2 * pause_s, 2.0)
 
-    def _find_unknown(self, endpoint: Endpoint, model: str) -> Steps[UnknownModel | None]:
+    def _find_unknown(self, endpoint: Endpoint, model: str) -> Steps[errors.UnknownModel | None]:
         """Returns the server's error if it has no such model and will have none.
 
         Readiness alone does not distinguish that from a model that is still loading. Other servers of the protocol
@@ -278,9 +270,9 @@ class Caller:
         """
         try:
             yield Describe(endpoint, model, self.policy.connect_timeout_s)
-        except UnknownModel as e:
+        except errors.UnknownModel as e:
             return e if str(e).startswith("unknown model ") else None
-        except GuerdonError:
+        except errors.GuerdonError:
             pass
         return None
 
@@ -293,10 +285,10 @@ class Caller:
             endpoint.seen = True
         return signature
 
-    def end_probe(self, endpoint: Endpoint, error: GuerdonError | None) -> None:
+    def end_probe(self, endpoint: Endpoint, error: errors.GuerdonError | None) -> None:
         """Records the answer to a Probe, None if the model is ready."""
         # A refused key or another answer that no wait can mend is for the next request to report.
-        is_ready = error is None or not isinstance(error, Unavailable | DeadlineExceeded)
+        is_ready = error is None or not isinstance(error, errors.Unavailable | errors.DeadlineExceeded)
         self.endpoints.end_probe(endpoint, self.clock(), is_ready=is_ready)
 
     def _try(self, model: str, send: Callable[[Endpoint], Steps[Any]], cost: int, deadline: float) -> Steps[Any]:
@@ -309,13 +301,13 @@ class Caller:
             endpoint = endpoints.take(cost, self.clock())
             try:
                 result = yield from send(endpoint)
-            except Unavailable as e:
+            except errors.Unavailable as e:
                 if not e.retryable:
                     endpoints.mark_answered(endpoint, cost)
                     raise
                 error = e
-            except GuerdonError as e:
-                if isinstance(e, DeadlineExceeded):
+            except errors.GuerdonError as e:
+                if isinstance(e, errors.DeadlineExceeded):
                     endpoints.release(endpoint, cost)
                 else:
                     endpoints.mark_answered(endpoint, cost)
@@ -328,23 +320,23 @@ class Caller:
                 return result
 
             now = self.clock()
-            if isinstance(error, Overloaded):
+            if isinstance(error, errors.Overloaded):
                 endpoints.mark_full(endpoint, cost, now + max(error.retry_after_s or 0.0, self.policy.backoff_s))
                 num_full += 1
                 if num_full < len(endpoints.all) and endpoints.has_free(now) and now < deadline:
                     continue  # not counted as a try, or many full servers would use up all tries without a pause
             else:
-                endpoints.mark_lost(endpoint, cost, now, has_answered=not isinstance(error, Unreachable))
+                endpoints.mark_lost(endpoint, cost, now, has_answered=not isinstance(error, errors.Unreachable))
             if endpoints.is_none_known():
                 if len(endpoints.all) > 1:
-                    error = Unreachable(f"none of the servers answers; {error}")
+                    error = errors.Unreachable(f"none of the servers answers; {error}")
                 if not self.policy.wait_for_start:
                     raise error  # nothing runs at these addresses: a retry would only hide a mistyped port
                 if endpoints.is_first_wait():
                     log.warning("%s; waiting for it, up to %.0f s", error, deadline - started)
             if now >= retry_at:  # else a probe had the call sent early, which is no try
                 delay_s = self.policy.next_delay(attempt, error, self.rng)
-                if delay_s is not None and not isinstance(error, Overloaded) and endpoints.has_free(now):
+                if delay_s is not None and not isinstance(error, errors.Overloaded) and endpoints.has_free(now):
                     delay_s = 0.0
                 if delay_s is None or now + delay_s >= deadline:
                     if attempt > 1:
@@ -356,7 +348,7 @@ class Caller:
                 if endpoints.may_warn(now):
                     log.warning("no answer for %.0f s: %s; trying again", waited_s, error)
                 warn_after_s = 4 * waited_s
-            if isinstance(error, Overloaded):
+            if isinstance(error, errors.Overloaded):
                 if retry_at > now:
                     yield Wait(retry_at - now)
             else:

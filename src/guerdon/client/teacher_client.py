@@ -6,19 +6,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Literal, Unpack
 
+from guerdon.client import teacher_calls
 from guerdon.client.calls import accept, takes
 from guerdon.client.driver import Session
 from guerdon.client.faces import DEFAULTS, AsyncClient, BlockingClient, ClientArgs
-from guerdon.client.teacher_calls import (
-    GivenIds,
-    TeacherAnswers,
-    TeacherArgs,
-    fetch_head,
-    prepare_given,
-    prepare_hidden,
-    prepare_logprobs,
-    prepare_top,
-)
+from guerdon.client.teacher_calls import GivenIds, TeacherAnswers, TeacherArgs
 from guerdon.client.teacher_head import Head
 
 _ASKS = "a TeacherClient asks what guerdon serve-teacher serves"
@@ -41,18 +33,18 @@ class TeacherClient(BlockingClient[Session]):
     @takes(TeacherArgs)
     def logprobs(self, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of the samples' own tokens; blocks. Raises the class that the server raised."""
-        return self._ask(prepare_logprobs(self._model, accept(self.logprobs, samples)))
+        return self._ask(teacher_calls.prepare_logprobs(self._model, accept(self.logprobs, samples)))
 
     @takes(TeacherArgs)
     def submit(self, **samples: Unpack[TeacherArgs]) -> Future[TeacherAnswers]:
         """Returns a future of `logprobs`'s result, at once; thousands may be under way."""
-        call = prepare_logprobs(self._model, accept(self.submit, samples))
+        call = teacher_calls.prepare_logprobs(self._model, accept(self.submit, samples))
         return self._submit(self._caller.ask(call), call.priority)
 
     @takes(TeacherArgs)
     def top(self, k: int, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the `k` likeliest ids of each asked token with their log-probs, and what `logprobs` returns."""
-        return self._ask(prepare_top(self._model, k, accept(self.top, samples)))
+        return self._ask(teacher_calls.prepare_top(self._model, k, accept(self.top, samples)))
 
     @takes(TeacherArgs)
     def given(self, ids: GivenIds, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
@@ -61,7 +53,7 @@ class TeacherClient(BlockingClient[Session]):
         `ids` has one entry a sample: K ids for all of its tokens, or `[n, K]` for its n asked tokens in order, of which
         -1 are pads.
         """
-        return self._ask(prepare_given(self._model, ids, accept(self.given, samples)))
+        return self._ask(teacher_calls.prepare_given(self._model, ids, accept(self.given, samples)))
 
     @takes(TeacherArgs)
     def hidden(self, *, dtype: Literal["bfloat16"] | None = None, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
@@ -69,11 +61,11 @@ class TeacherClient(BlockingClient[Session]):
 
         A `dtype` of bfloat16 rounds the states of a float32 model, which halves what is sent.
         """
-        return self._ask(prepare_hidden(self._model, dtype, accept(self.hidden, samples)))
+        return self._ask(teacher_calls.prepare_hidden(self._model, dtype, accept(self.hidden, samples)))
 
     def head(self, known: Head | None = None) -> Head:
         """Fetches the head over HTTP; returns `known` if it is still the same. Raises Unsupported over gRPC."""
-        return self._call(fetch_head(self._caller, self._model, known))
+        return self._call(teacher_calls.fetch_head(self._caller, self._model, known))
 
 
 class AsyncTeacherClient(AsyncClient[Session]):
@@ -92,25 +84,25 @@ class AsyncTeacherClient(AsyncClient[Session]):
     @takes(TeacherArgs)
     async def logprobs(self, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of the samples' own tokens."""
-        return await self._ask(prepare_logprobs(self._model, accept(self.logprobs, samples)))
+        return await self._ask(teacher_calls.prepare_logprobs(self._model, accept(self.logprobs, samples)))
 
     @takes(TeacherArgs)
     async def top(self, k: int, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the `k` likeliest ids of each asked token with their log-probs, and what `logprobs` returns."""
-        return await self._ask(prepare_top(self._model, k, accept(self.top, samples)))
+        return await self._ask(teacher_calls.prepare_top(self._model, k, accept(self.top, samples)))
 
     @takes(TeacherArgs)
     async def given(self, ids: GivenIds, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the log-probs of `ids`, as `TeacherClient.given` takes them, and what `logprobs` returns."""
-        return await self._ask(prepare_given(self._model, ids, accept(self.given, samples)))
+        return await self._ask(teacher_calls.prepare_given(self._model, ids, accept(self.given, samples)))
 
     @takes(TeacherArgs)
     async def hidden(
         self, *, dtype: Literal["bfloat16"] | None = None, **samples: Unpack[TeacherArgs]
     ) -> TeacherAnswers:
         """Returns what the head turns into the logits of each asked token."""
-        return await self._ask(prepare_hidden(self._model, dtype, accept(self.hidden, samples)))
+        return await self._ask(teacher_calls.prepare_hidden(self._model, dtype, accept(self.hidden, samples)))
 
     async def head(self, known: Head | None = None) -> Head:
         """Fetches the head over HTTP; returns `known` if it is still the same. Raises Unsupported over gRPC."""
-        return await self._session.run(fetch_head(self._caller, self._model, known))
+        return await self._session.run(teacher_calls.fetch_head(self._caller, self._model, known))
