@@ -84,8 +84,7 @@ class Prompts:
             first = max(0, len(prompts) - config.num_validation)
             prompts, self.validation = prompts[:first], prompts[first:]
         self.training = prompts
-        self._write_skipped(output_dir / SKIPPED)
-        self._check_skipped(config, limit)
+        self._report_skipped(config, limit, output_dir / SKIPPED)
         check_num_prompts(config, len(prompts), len(self.validation), len(self.skipped))
 
     @property
@@ -114,13 +113,6 @@ class Prompts:
         places = (divmod(i, len(self.training)) for i in range(first, first + self._prompts_per_step))
         return [self.training[self._permutation(epoch)[place]] for epoch, place in places]
 
-    def _write_skipped(self, path: Path) -> None:
-        """Writes a line for each skipped prompt; removes the file of an earlier start."""
-        path.unlink(missing_ok=True)
-        if self.skipped:
-            rows = [{"source": s.source, "row": s.row, "num_tokens": s.num_tokens} for s in self.skipped]
-            write_new(path, b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
-
     def _permutation(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:
             order = np.arange(len(self.training))
@@ -129,9 +121,12 @@ class Prompts:
             self._order = (epoch, order)
         return self._order[1]
 
-    def _check_skipped(self, config: DataConfig, limit: int | None) -> None:
+    def _report_skipped(self, config: DataConfig, limit: int | None, path: Path) -> None:
+        """Writes a line for each prompt that was too long, and logs or raises; removes the file of an earlier start."""
+        path.unlink(missing_ok=True)
         if not self.skipped:
             return
+        write_new(path, b"".join(orjson.dumps(one, option=orjson.OPT_APPEND_NEWLINE) for one in self.skipped))
         first = ", ".join(f"row {s.row} ({s.num_tokens})" for s in self.skipped[:5])
         more = ", ..." if len(self.skipped) > 5 else ""
         text = f"{len(self.skipped)} prompts are longer than {limit} tokens: {first}{more} of {self.skipped[0].source}"

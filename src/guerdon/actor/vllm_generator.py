@@ -87,7 +87,11 @@ class VllmGenerator:
                         continue
                     group, index = names.pop(request.request_id)
                     members = groups.setdefault(group, [])
-                    members.append(self._rollout(prompts[group], group, index, request.outputs[0]))
+                    output = request.outputs[0]
+                    tokens, is_end = list(output.token_ids), output.finish_reason == "stop"
+                    logprobs = [of[token].logprob for token, of in zip(tokens, output.logprobs, strict=True)]
+                    made = (prompts[group], group, index, tokens, logprobs, is_end)
+                    members.append(Rollout.of(*made, self._policy.tokenizer, self._policy.eos_token_ids))
                     if len(members) == num:
                         yield sorted(groups.pop(group), key=lambda rollout: rollout.index)
         finally:
@@ -115,12 +119,6 @@ class VllmGenerator:
             stop_token_ids=list(self._policy.eos_token_ids),
             logprobs=0,
         )
-
-    def _rollout(self, prompt: Prompt, group: int, index: int, output: Any) -> Rollout:
-        tokens = list(output.token_ids)
-        logprobs = [of_token[token].logprob for token, of_token in zip(tokens, output.logprobs, strict=True)]
-        is_end, policy = output.finish_reason == "stop", self._policy
-        return Rollout.of(prompt, group, index, tokens, logprobs, is_end, policy.tokenizer, policy.eos_token_ids)
 
 
 def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -30,17 +30,15 @@ class ServerPipeline:
         """Returns each sample's `score`; raises SampleFailed if one got none, and what the server raised."""
         cut = {"truncation": True, "max_length": kwargs["max_length"]} if kwargs.get("truncation") else {}
         if self._send == "tokens":
-            scores = self._scorer.score(tokens=self._rows(list(samples), cut))
+            rows, bos = self.tokenizer(list(samples), **cut)["input_ids"], self.tokenizer.bos_token_id
+            # Without a second BOS, if both the template and the tokenizer add one.
+            rows = [row[1:] if bos is not None and row[:2] == [bos, bos] else row for row in rows]
+            scores = self._scorer.score(tokens=rows)
         elif cut:
             raise ConfigError("truncation is asked for, and texts are sent", "leave out --send texts")
         else:
             scores = self._scorer.score(texts=list(samples))
         return [{"score": reward} for reward in scores.raise_for_failed()]
-
-    def _rows(self, samples: list[str], cut: dict[str, Any]) -> list[list[int]]:
-        """Returns ids without padding; drops a second BOS, if both the template and the tokenizer add one."""
-        rows, bos = self.tokenizer(samples, **cut)["input_ids"], self.tokenizer.bos_token_id
-        return [row[1:] if bos is not None and row[:2] == [bos, bos] else row for row in rows]
 
 
 def register(scorer: Judge, model: str, send: str = "tokens") -> None:

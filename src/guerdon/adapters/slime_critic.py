@@ -121,7 +121,10 @@ class _Critic:
         lam_critic = args.lambd if settings.lam_critic is None else settings.lam_critic
         self._rule = Gae(args.gamma, lam_critic, settings.lam_policy, settings.lam_alpha)
         self._run = args.save or uuid.uuid4().hex
-        self._rollout = _first_rollout(args)
+        self._rollout = args.start_rollout_id
+        if self._rollout is None:  # behind that of the checkpoint which slime has loaded
+            step = args.ckpt_step or (Path(args.load) / "latest_checkpointed_iteration.txt").read_text()
+            self._rollout = int(step) + 1
         if self._rollout > 0:
             load_beside(self._client, _folder(args.load, self._rollout - 1))
 
@@ -162,14 +165,6 @@ def _critic(args: Namespace) -> _Critic:
     if settings not in _critics:
         _critics[settings] = _Critic(args, settings)
     return _critics[settings]
-
-
-def _first_rollout(args: Namespace) -> int:
-    """Returns the number of the rollout that slime begins with: behind that of the checkpoint it has loaded."""
-    if args.start_rollout_id is not None:
-        return int(args.start_rollout_id)
-    step = args.ckpt_step or (Path(args.load) / "latest_checkpointed_iteration.txt").read_text()
-    return int(step) + 1
 
 
 def _folder(of_slime: str, rollout: int) -> Path:

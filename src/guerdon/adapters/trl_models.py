@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from guerdon.adapters.judge import TIMEOUT_S
-from guerdon.client import RetryPolicy, TeacherAnswers, TeacherClient
+from guerdon.client import RetryPolicy, TeacherClient
 from guerdon.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -126,18 +126,15 @@ class ServedReference(torch.nn.Module):
             answers = self._client.logprobs(
                 tokens=rows.tokens, prompt_lengths=rows.prompt_lengths, temperature=self.temperature
             ).raise_for_failed()
-            self._see(answers)
+            if answers.weights_version != self._weights_version:
+                log.warning(
+                    "the reference's weights changed to %s from %s: the KL before and after is not comparable",
+                    answers.weights_version, self._weights_version,
+                )  # fmt: skip
+                self._weights_version = answers.weights_version
             assert answers.logprobs is not None
             logprobs = rows.scatter([torch.from_numpy(row) for row in answers.logprobs], logprobs)
         return LabelLogprobs(logprobs.to(input_ids.device))
-
-    def _see(self, answers: TeacherAnswers) -> None:
-        if answers.weights_version != self._weights_version:
-            log.warning(
-                "the reference's weights changed to %s from %s: the KL before and after is not comparable",
-                answers.weights_version, self._weights_version,
-            )  # fmt: skip
-            self._weights_version = answers.weights_version
 
 
 def use_reference(trainer: Any, reference: ServedReference, beta: float) -> None:

@@ -9,11 +9,11 @@ TLS set grpcs://host:port/model. Its key comes from GUERDON_API_KEY, or from x:K
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -283,7 +283,8 @@ class OriginalRewards:
         raise errors.ServerFault(f"samples and originals were scored by different weights, {_TRIES} times in a row")
 
     def _rewards_of(self, texts: Sequence[str]) -> np.ndarray:
-        known, digests = self._rewards, [_digest(text) for text in texts]
+        known = self._rewards
+        digests = [blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest() for text in texts]
         texts_of = dict(zip(digests, texts, strict=True))
         while missing := [digest for digest in texts_of if digest not in known]:
             scores = self._ask([texts_of[digest] for digest in missing])
@@ -301,10 +302,6 @@ class OriginalRewards:
             self._rewards.clear()
             self._weights_version = scores.weights_version
         return scores
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _tokenizer(name: str | None) -> Any:

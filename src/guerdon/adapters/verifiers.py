@@ -10,7 +10,6 @@ from typing import Any
 
 from guerdon.adapters.judge import TIMEOUT_S, judge, make_samples, named_components
 from guerdon.client.reward_client import ScoreArgs
-from guerdon.core import Message
 from guerdon.errors import InvalidRequest
 
 RewardMethod = Callable[[Any, Any], Awaitable[float]]
@@ -30,7 +29,12 @@ def reward_function(
     asked = judge(url, model, timeout_s)
 
     async def reward(task: Any, trace: Any) -> float:
-        *prompt, response = _messages(trace)
+        from verifiers.v1.dialects.chat import message_to_wire
+
+        if not trace.messages:
+            raise InvalidRequest("the trace has no messages")
+        # Those of the trace's last branch, as OpenAI's chat API has them.
+        *prompt, response = [message_to_wire(message) for message in trace.messages]
         if not prompt or response["role"] != "assistant":
             raise InvalidRequest(
                 f"the trace has {len(prompt) + 1} messages and ends with the {response['role']}'s, and a reward is for "
@@ -44,13 +48,3 @@ def reward_function(
         return value
 
     return reward
-
-
-def _messages(trace: Any) -> list[Message]:
-    """Returns the messages of the trace's last branch, as OpenAI's chat API has them."""
-    from verifiers.v1.dialects.chat import message_to_wire
-
-    messages = [message_to_wire(message) for message in trace.messages]
-    if not messages:
-        raise InvalidRequest("the trace has no messages")
-    return messages

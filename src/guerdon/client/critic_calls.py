@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import uuid
 from collections.abc import Sequence
@@ -230,9 +231,7 @@ def prepare_infer(
             built.inputs["parents"] = Tensor.of("parents", parents[:, None])
         return built
 
-    def parse(reply: InferReply, queue_s: float, compute_s: float) -> CriticScores:
-        return _scores(reply, request, queue_s, compute_s)
-
+    parse = functools.partial(_scores, request)
     return Call(model, build, parse, calls.estimate_cost(request), request.timeout_s)
 
 
@@ -364,7 +363,7 @@ def _read_result(cls: type[Result], reply: InferReply, output: str) -> Result:
         raise ServerFault(f"model '{reply.model_name}' sent no '{output}', or not a {cls.__name__}: {e}") from e
 
 
-def _scores(reply: InferReply, request: ScoreRequest, queue_s: float, compute_s: float) -> CriticScores:
+def _scores(request: ScoreRequest, reply: InferReply, queue_s: float, compute_s: float) -> CriticScores:
     outputs = {tensor.name: tensor.data for tensor in reply.outputs}
     num_samples = len(request)
     errors = calls.sample_errors(outputs, num_samples)

@@ -206,22 +206,21 @@ class Caller:
 
     def configuration(self, model: str) -> Steps[dict[str, Any]]:
         """Returns the model's configuration, from a server that is up; raises the error of a server that has none."""
-        deadline = self.clock() + self.policy.timeout_s
-
-        def ask(endpoint: Endpoint) -> Steps[dict[str, Any]]:
-            left_s = max(0.001, deadline - self.clock())
-            return (yield Configure(endpoint, model, min(self.policy.connect_timeout_s, left_s)))
-
-        return (yield from self._try(model, ask, 0, deadline))
+        limit_s = self.policy.connect_timeout_s
+        return (yield from self._fetch(model, lambda at, left_s: Configure(at, model, min(limit_s, left_s))))
 
     def fetch_head(self, model: str, digest: str) -> Steps[bytes | None]:
         """Returns the file of a teacher's output head, None if its digest is `digest`."""
+        return (yield from self._fetch(model, lambda at, left_s: FetchHead(at, model, left_s, digest)))
+
+    def _fetch(self, model: str, make_step: Callable[[Endpoint, float], Step]) -> Steps[Any]:
+        """Returns the result of one step at a server that is up; `make_step` takes the seconds left, too."""
         deadline = self.clock() + self.policy.timeout_s
 
-        def fetch(endpoint: Endpoint) -> Steps[bytes | None]:
-            return (yield FetchHead(endpoint, model, max(0.001, deadline - self.clock()), digest))
+        def send(endpoint: Endpoint) -> Steps[Any]:
+            return (yield make_step(endpoint, max(0.001, deadline - self.clock())))
 
-        return (yield from self._try(model, fetch, 0, deadline))
+        return (yield from self._try(model, send, 0, deadline))
 
     def wait_ready(self, model: str, timeout_s: float) -> Steps[None]:
         """Returns when a server has the model ready; raises DeadlineExceeded with the answer of each server.

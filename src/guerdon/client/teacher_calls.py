@@ -22,7 +22,6 @@ from guerdon.client.calls import (
 )
 from guerdon.client.retry import Caller, Steps
 from guerdon.client.teacher_head import Head
-from guerdon.core import ScoreRequest
 from guerdon.errors import InvalidRequest, ServerFault
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor, from_bits
 
@@ -147,14 +146,36 @@ def _prepare(
         sent.parameters |= parameters
         return sent
 
-    return Call(
-        model,
-        build,
-        lambda reply, queue_s, compute_s: _parse(reply, request, outputs, given, queue_s, compute_s),
-        calls.estimate_cost(request),
-        request.timeout_s,
-        priority=request.priority,
-    )
+    def parse(reply: InferReply, queue_s: float, compute_s: float) -> TeacherAnswers:
+        found = {tensor.name: tensor for tensor in reply.outputs}
+        missing = {*outputs, *_ALWAYS} - found.keys()
+        if missing or len(found["logprob_counts"].data) != len(request):
+            raise ServerFault(f"the server sent no {min(missing) if missing else 'counts'} for {len(request)} samples")
+        counts = np.ravel(found["logprob_counts"].data).tolist()
+
+        def rows(name: str) -> list[np.ndarray] | None:
+            if name not in found:
+                return None
+            # Copies, which are writable, and do not keep the padding.
+            return [np.array(row[:count]) for row, count in zip(found[name].data, counts, strict=True)]
+
+        given_logprobs = rows("target_logprobs")
+        if given is not None and given_logprobs is not None:
+            given_logprobs = [row[..., : ids.shape[-1]] for row, ids in zip(given_logprobs, given, strict=True)]
+        return TeacherAnswers(
+            errors=calls.sample_errors({"errors": found["errors"].data}, len(request)),
+            logprobs=rows("logprobs"),
+            entropy=rows("entropy"),
+            top_ids=rows("top_ids"),
+            top_logprobs=rows("top_logprobs"),
+            given_logprobs=given_logprobs,
+            hidden=_hidden(found) if "hidden_states" in found else None,
+            weights_version=str(reply.parameters.get("weights_version", "")),
+            queue_s=queue_s,
+            compute_s=compute_s,
+        )
+
+    return Call(model, build, parse, calls.estimate_cost(request), request.timeout_s, priority=request.priority)
 
 
 def _join(about: dict[str, Any]) -> Conversations | None:
@@ -207,44 +228,6 @@ def _pad_tables(tables: list[np.ndarray]) -> np.ndarray:
     for out, table in zip(padded, tables, strict=True):
         out[: len(table), : table.shape[1]] = table
     return padded
-
-
-def _parse(
-    reply: InferReply,
-    request: ScoreRequest,
-    wanted: tuple[str, ...],
-    given: list[np.ndarray] | None,
-    queue_s: float,
-    compute_s: float,
-) -> TeacherAnswers:
-    """Returns the answers in a reply; raises ServerFault if some are missing."""
-    outputs = {tensor.name: tensor for tensor in reply.outputs}
-    missing = {*wanted, *_ALWAYS} - outputs.keys()
-    if missing or len(outputs["logprob_counts"].data) != len(request):
-        raise ServerFault(f"the server sent no {min(missing) if missing else 'counts'} for {len(request)} samples")
-    counts = np.ravel(outputs["logprob_counts"].data).tolist()
-
-    def rows(name: str) -> list[np.ndarray] | None:
-        if name not in outputs:
-            return None
-        # Copies, which are writable, and do not keep the padding.
-        return [np.array(row[:count]) for row, count in zip(outputs[name].data, counts, strict=True)]
-
-    given_logprobs = rows("target_logprobs")
-    if given is not None and given_logprobs is not None:
-        given_logprobs = [row[..., : ids.shape[-1]] for row, ids in zip(given_logprobs, given, strict=True)]
-    return TeacherAnswers(
-        errors=calls.sample_errors({"errors": outputs["errors"].data}, len(request)),
-        logprobs=rows("logprobs"),
-        entropy=rows("entropy"),
-        top_ids=rows("top_ids"),
-        top_logprobs=rows("top_logprobs"),
-        given_logprobs=given_logprobs,
-        hidden=_hidden(outputs) if "hidden_states" in outputs else None,
-        weights_version=str(reply.parameters.get("weights_version", "")),
-        queue_s=queue_s,
-        compute_s=compute_s,
-    )
 
 
 def _hidden(outputs: dict[str, Tensor]) -> list[np.ndarray]:
