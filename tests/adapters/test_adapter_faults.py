@@ -15,7 +15,8 @@ import pytest
 import served
 from adapters.forms import FORMS, ask
 from client.echo_server import EchoProcess
-from guerdon.adapters.judge import Judge, judge
+from guerdon.adapters.judge import JudgeClient as Judge
+from guerdon.adapters.judge import judge
 from guerdon.assembly import build_service
 from guerdon.client import AsyncRewardClient
 from guerdon.errors import DeadlineExceeded, GuerdonError, SampleFailed, Unauthenticated, UnknownModel, Unreachable

@@ -31,7 +31,7 @@ Prompt = str | Sequence[Message]
 """A text, or the messages of a conversation."""
 
 
-class Judge:
+class JudgeClient:
     """A served reward model, for calls from any thread, process or event loop; made by `judge`."""
 
     def __init__(self, url: str | tuple[str, ...], model: str, timeout_s: float, credentials: Credentials) -> None:
@@ -162,17 +162,17 @@ class Judge:
             )
 
 
-def judge(url: str | Sequence[str], model: str, timeout_s: float) -> Judge:
-    """Returns this process' Judge of these arguments and the environment's credentials; it can be pickled.
+def judge(url: str | Sequence[str], model: str, timeout_s: float) -> JudgeClient:
+    """Returns this process' JudgeClient of these arguments and the environment's credentials; it can be pickled.
 
     It connects at the first call. Servers that are down or have not started are retried until `timeout_s` after the
     call. Raises InvalidRequest for a malformed URL, ConfigError for invalid credentials.
     """
     key = (url if isinstance(url, str) else tuple(url), model, timeout_s, Credentials.from_environment())
-    return _judges.get(key) or _judges.setdefault(key, Judge(*key))  # atomic: two threads get the same one
+    return _judges.get(key) or _judges.setdefault(key, JudgeClient(*key))  # atomic: two threads get the same one
 
 
-_judges: dict[tuple[str | tuple[str, ...], str, float, Credentials], Judge] = {}
+_judges: dict[tuple[str | tuple[str, ...], str, float, Credentials], JudgeClient] = {}
 
 
 def make_samples(prompts: Sequence[Prompt], completions: Sequence[Prompt], ending: str | None = None) -> ScoreArgs:

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from guerdon.adapters.judge import TIMEOUT_S, Judge, judge
+from guerdon.adapters.judge import TIMEOUT_S, JudgeClient, judge
 from guerdon.errors import ConfigError
 
 
 class ServerPipeline:
     """Stands in for RewardBench's pipeline; scores at a server."""
 
-    def __init__(self, scorer: Judge, tokenizer: Any, send: str = "tokens") -> None:
+    def __init__(self, scorer: JudgeClient, tokenizer: Any, send: str = "tokens") -> None:
         """`send: tokens` scores the ids that RewardBench makes of a text; `texts` scores the text itself."""
         self._scorer, self.tokenizer, self._send = scorer, tokenizer, send
         self.model: Any = SimpleNamespace(config=SimpleNamespace(pad_token_id=tokenizer.pad_token_id))
@@ -41,7 +41,7 @@ class ServerPipeline:
         return [{"score": reward} for reward in scores.raise_for_failed()]
 
 
-def register(scorer: Judge, model: str, send: str = "tokens") -> None:
+def register(scorer: JudgeClient, model: str, send: str = "tokens") -> None:
     """Has RewardBench use the scorer for the model that it calls `model`."""
     from rewardbench import REWARD_MODEL_CONFIG
 

@@ -13,17 +13,7 @@ import numpy as np
 import orjson
 
 from guerdon.client import calls
-from guerdon.client.calls import (
-    Call,
-    Conversations,
-    Integers,
-    ModelSignature,
-    Texts,
-    TokenRows,
-    number_row,
-    pad_rows,
-    token_rows,
-)
+from guerdon.client.calls import Call, Conversations, Integers, ModelSignature, Texts, TokenRows
 from guerdon.core import ScoreRequest
 from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Gae, Operation, TrainReport, TrainRequest
 from guerdon.errors import InvalidRequest, ServerFault
@@ -142,7 +132,7 @@ def make_train_request(
     be padded. `rewards`, in place of `returns` and `prev_values`, may also be one number a row. With `parents` rows are
     segments of trees, and the others have T_i numbers. Raises InvalidRequest naming the row at fault.
     """
-    ids = token_rows(tokens, lengths)
+    ids = calls.token_rows(tokens, lengths)
     is_tree = parents is not None
     if is_tree and rewards is not None:
         raise InvalidRequest(NO_TREE_REWARDS)
@@ -163,7 +153,7 @@ def make_train_request(
     }
     made = TrainRequest(
         train_id or uuid.uuid4().hex,
-        pad_rows(ids, np.int64),
+        calls.pad_rows(ids, np.int64),
         tables.get("returns", np.empty((len(ids), 0), np.float32)),
         tables.get("prev_values", np.empty((len(ids), 0), np.float32)),
         tables["mask"],
@@ -178,7 +168,7 @@ def make_train_request(
 
 def parent_row(parents: Integers, num_rows: int) -> np.ndarray:
     """Returns each row's parent, int64; raises InvalidRequest unless there are as many as rows."""
-    made = number_row("parents", parents, "iu", np.int64)
+    made = calls.number_row("parents", parents, "iu", np.int64)
     if len(made) != num_rows:
         raise InvalidRequest(f"parents has {len(made)} entries for {num_rows} rows of tokens")
     return made
@@ -189,8 +179,8 @@ def _table(name: str, rows: Any, ids: list[np.ndarray], is_padded: bool, is_tree
     if len(rows) != len(ids):
         raise InvalidRequest(f"{name} has {len(rows)} rows, tokens {len(ids)}")
     if name == "rewards" and all(np.ndim(row) == 0 for row in rows):
-        return number_row(name, rows, "biuf", np.float32).reshape(-1, 1)
-    numbers = [number_row(f"{name}[{i}]", row, "biuf", np.float32) for i, row in enumerate(rows)]
+        return calls.number_row(name, rows, "biuf", np.float32).reshape(-1, 1)
+    numbers = [calls.number_row(f"{name}[{i}]", row, "biuf", np.float32) for i, row in enumerate(rows)]
     counts = [max(0, len(row) - (not is_tree)) for row in ids]
     if is_padded:
         numbers = [found[:count] for count, found in zip(counts, numbers, strict=True)]
@@ -205,7 +195,7 @@ def _table(name: str, rows: Any, ids: list[np.ndarray], is_padded: bool, is_tree
                 f"{name}[{i}] has {len(found)} entries for {len(row)} tokens; it must have one fewer than tokens: "
                 "entry t belongs to the action at token t+1"
             )
-    return pad_rows(numbers, np.float32)
+    return calls.pad_rows(numbers, np.float32)
 
 
 def prepare_infer(

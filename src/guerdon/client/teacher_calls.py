@@ -9,17 +9,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from guerdon.client import calls
-from guerdon.client.calls import (
-    Call,
-    Conversations,
-    Integers,
-    ModelSignature,
-    Texts,
-    TokenRows,
-    check_samples,
-    make_request,
-    pad_rows,
-)
+from guerdon.client.calls import Call, Conversations, Integers, ModelSignature, Texts, TokenRows
 from guerdon.client.retry import Caller, Steps
 from guerdon.client.teacher_head import Head
 from guerdon.errors import InvalidRequest, ServerFault
@@ -129,7 +119,7 @@ def _prepare(
     if about.pop("entropy", False):
         outputs += ("entropy",)
     before = _join(about)
-    request = make_request(**about)
+    request = calls.make_request(**about)
     if before is not None:
         request.messages = [list(conversation) for conversation in before]
     if given is not None and len(given) != len(request):
@@ -190,8 +180,8 @@ def _join(about: dict[str, Any]) -> Conversations | None:
         raise InvalidRequest("responses go with prompts or with messages, one before each, and with nothing else")
     (name,) = names
     before = about.pop(name)
-    check_samples("responses", responses)
-    check_samples(name, before)
+    calls.check_samples("responses", responses)
+    calls.check_samples(name, before)
     if len(before) != len(responses):
         raise InvalidRequest(f"{name} has {len(before)} entries for {len(responses)} responses; give one before each")
     if name == "messages":
@@ -223,7 +213,7 @@ def _id_tables(ids: GivenIds) -> list[np.ndarray]:
 def _pad_tables(tables: list[np.ndarray]) -> np.ndarray:
     """Returns the tables as one array `[B,K]` or `[B,R,K]`, padded with -1."""
     if tables[0].ndim == 1:
-        return pad_rows(tables, np.int64, -1)
+        return calls.pad_rows(tables, np.int64, -1)
     padded = np.full((len(tables), *np.max([table.shape for table in tables], axis=0)), -1, np.int64)
     for out, table in zip(padded, tables, strict=True):
         out[: len(table), : table.shape[1]] = table
