@@ -250,7 +250,7 @@ def prepare_train(model: str, request: TrainRequest) -> Call[TrainReport]:
         if request.parents is not None:
             _check_takes_trees(signature)
         outputs = ["report"] if request.rewards is None else ["report", "advantages", "returns"]
-        return _request(_rows(request), outputs, left_s, **_train_parameters(request))
+        return _train_request(request, outputs, left_s)
 
     def parse(reply: InferReply, *_: float) -> TrainReport:
         report = _read_result(TrainReport, reply, "report")
@@ -272,7 +272,7 @@ def prepare_train_loss(model: str, request: TrainRequest) -> Call[float]:
 
     def build(signature: ModelSignature, left_s: float) -> InferRequest:
         calls.check_gives(signature, "loss_mean")
-        return _request(_rows(request), ["loss_mean"], left_s, **_train_parameters(request))
+        return _train_request(request, ["loss_mean"], left_s)
 
     def parse(reply: InferReply, *_: float) -> float:
         losses = [np.ravel(np.asarray(t.data, np.float32)) for t in reply.outputs if t.name == "loss_mean"]
@@ -324,20 +324,18 @@ def _metric(name: Any, value: Any) -> float:
     return number
 
 
-def _rows(request: TrainRequest) -> list[Tensor]:
+def _train_request(request: TrainRequest, outputs: list[str], left_s: float) -> InferRequest:
     names = ("tokens", "returns", "prev_values", "mask") if request.rewards is None else ("tokens", "rewards", "mask")
     rows = [Tensor.of(name, getattr(request, name)) for name in names]
     if request.parents is not None and request.lengths is not None:
         rows += [Tensor.of("parents", request.parents[:, None])]
         rows += [Tensor.of("sequence_lengths", request.lengths[:, None])]
-    return rows
-
-
-def _train_parameters(request: TrainRequest) -> dict[str, Any]:
-    more: dict[str, Any] = {"updates": request.updates} if request.updates != 1 else {}
+    parameters: dict[str, Any] = {TRAIN_ID: request.id}
+    if request.updates != 1:
+        parameters["updates"] = request.updates
     if request.gae is not None:
-        more |= {name: value for name in GAE if (value := getattr(request.gae, name)) is not None}
-    return {TRAIN_ID: request.id, **more}
+        parameters |= {name: value for name in GAE if (value := getattr(request.gae, name)) is not None}
+    return _request(rows, outputs, left_s, **parameters)
 
 
 def _request(inputs: list[Tensor], outputs: list[str], left_s: float, **parameters: Any) -> InferRequest:
