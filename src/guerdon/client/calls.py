@@ -160,10 +160,12 @@ def takes(arguments: type, defaults: Mapping[str, Any] = _DEFAULTS) -> Callable[
     """Decorates a call that takes the keys of a typed dict as keywords: they stand in its signature."""
 
     def decorate(call: F) -> F:
-        shown = [p for p in inspect.signature(call).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        kind = inspect.Parameter.KEYWORD_ONLY
-        shown += [inspect.Parameter(name, kind, default=defaults.get(name)) for name in arguments.__annotations__]
-        call.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        signature = inspect.signature(call)
+        shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        for name, kind in arguments.__annotations__.items():
+            default, annotation = defaults.get(name), getattr(kind, "__forward_arg__", kind)
+            shown.append(inspect.Parameter(name, shown[0].KEYWORD_ONLY, default=default, annotation=annotation))
+        call.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
         return call
 
     return decorate
