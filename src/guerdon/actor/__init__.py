@@ -1,1 +1,1 @@
-"""What learns from the servers: a policy that generates, is rewarded, and is updated."""
+"""The actors, which learn from the servers: a policy that generates, is rewarded, and is updated."""

@@ -90,7 +90,7 @@ def _ask_once(args: Namespace, rows: list[RolloutRow]) -> Answer | Exception:
     import torch.distributed as dist
     from megatron.core import mpu
 
-    told: list[Any] = [None]
+    answers: list[Any] = [None]
     if mpu.get_tensor_model_parallel_rank() == 0:  # the others have the same rows
         group = mpu.get_data_parallel_group_gloo(with_context_parallel=True)
         asks = dist.get_rank(group) == 0
@@ -99,14 +99,14 @@ def _ask_once(args: Namespace, rows: list[RolloutRow]) -> Answer | Exception:
         dist.gather_object(rows if mpu.get_context_parallel_rank() == 0 else [], parts, dst=leader, group=group)
         if parts is not None:
             try:
-                told = [_critic(args).train([row for part in parts for row in part])]
+                answers = [_critic(args).train([row for part in parts for row in part])]
             except Exception as e:  # else the other ranks would wait for it in vain
-                told = [e]
-        dist.broadcast_object_list(told, src=leader, group=group)
+                answers = [e]
+        dist.broadcast_object_list(answers, src=leader, group=group)
     if mpu.get_tensor_model_parallel_world_size() > 1:
         group = mpu.get_tensor_model_parallel_group()
-        dist.broadcast_object_list(told, src=mpu.get_tensor_model_parallel_src_rank(), group=group)
-    answer: Answer | Exception = told[0]
+        dist.broadcast_object_list(answers, src=mpu.get_tensor_model_parallel_src_rank(), group=group)
+    answer: Answer | Exception = answers[0]
     return answer
 
 

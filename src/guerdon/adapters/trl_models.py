@@ -87,7 +87,7 @@ class ServedTeacher(torch.nn.Module):
 
 @dataclass
 class LabelLogprobs:
-    """What TRL reads of a reference: the log-probs `[B,T-1]` of all labels but the first, 0 where one is -100."""
+    """A reference's answer to TRL: the log-probs `[B,T-1]` of all labels but the first, 0 where one is -100."""
 
     log_probs: torch.Tensor
 

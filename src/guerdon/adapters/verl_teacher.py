@@ -23,7 +23,7 @@ from guerdon.errors import ConfigError, InvalidRequest
 
 @dataclasses.dataclass
 class TeacherOutput:
-    """What verl reads of a teacher's answer: `prompt_ids` and `prompt_logprobs`, `[T, K]` each."""
+    """A teacher's answer as verl reads it: `prompt_ids` and `prompt_logprobs`, `[T, K]` each."""
 
     extra_fields: dict[str, np.ndarray]
 

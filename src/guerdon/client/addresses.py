@@ -69,7 +69,7 @@ class Credentials:
         return context
 
     def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """Returns the contents of the authorities', the key's and the certificate's file, as gRPC takes them.
+        """Returns the CA bundle, the key and the certificate as PEM bytes, in the order of gRPC's arguments.
 
         Raises what `tls` raises.
         """

@@ -56,7 +56,7 @@ class CriticScores:
 
 
 class InferArgs(TypedDict, total=False):
-    """What goes with the samples whose values are asked: as for `RewardClient.score`.
+    """The keywords of a call for values: as for `RewardClient.score`.
 
     Give exactly one of `texts`, `messages` and tokens, which may be padded if `lengths` has each row's own number.
     """
@@ -81,7 +81,7 @@ class TreeArgs(InferArgs, total=False):
 
 
 class BatchArgs(TypedDict, total=False):
-    """What goes with the rows to train or validate on.
+    """The keywords of a call that trains or validates, besides its rows.
 
     Rows may be padded if `lengths` has each T_i. In place of returns and previous values the critic estimates both from
     `rewards`, one a row or T_i - 1 of them, with its own values by `gae` (default: no discount, λ 1). With `parents`

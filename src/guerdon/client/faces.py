@@ -191,11 +191,11 @@ class LoopThread(Generic[S]):
 
 
 class Client(Generic[S]):
-    """What a client for threads and one for asyncio share: their arguments, and the models that they ask."""
+    """The base of both faces: a client's arguments, and the models that it asks."""
 
     _session_class: ClassVar[Any] = Session
     _asks: ClassVar[str]
-    """What it asks, for the error of a server that has no such model."""
+    """Added to the error of a server that has no such model."""
 
     def __init__(self, url: Any, model: Any, options: ClientArgs) -> None:
         # Without credentials a copy reads the environment where it arrives, so that no pickle holds a key from there.

@@ -22,7 +22,7 @@ _ALWAYS = ("logprob_counts", "errors")
 
 
 class TeacherArgs(TypedDict, total=False):
-    """What all questions to a teacher take; give exactly one of `tokens`, `texts`, `messages` and `responses`.
+    """The keywords of every question to a teacher; give exactly one of `tokens`, `texts`, `messages` and `responses`.
 
     `texts` are whole, as for `RewardClient.score`; `responses` are those to `prompts`, or to conversations in
     `messages`, and each is tokenised together with its prompt. Asked are all tokens but the first, of `tokens` those
@@ -46,7 +46,7 @@ class TeacherArgs(TypedDict, total=False):
 
 @dataclass(slots=True, eq=False)
 class TeacherAnswers:
-    """What a teacher says about the samples of one call; each list has one array a sample, in the order sent.
+    """A teacher's answers about the samples of one call; each list has one array a sample, in the order sent.
 
     Sample i has n_i asked tokens. `logprobs` and `entropy`, natural logarithms, are float32 `[n_i]`; `top_ids` int32
     and `top_logprobs` float32 are `[n_i, k]`, best first; `given_logprobs` are float32 `[n_i, K_i]`, 0 at pads;

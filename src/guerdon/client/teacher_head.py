@@ -60,7 +60,7 @@ class Head:
         except ImportError as e:
             raise GuerdonError(
                 f"logits are computed by torch, which is not installed: {install_command('server')}, or compute them "
-                "from weight, bias, logit_scale and soft_cap, as the page about teachers tells"
+                "from weight, bias, logit_scale and soft_cap, see the page about teachers"
             ) from e
         hidden = torch.as_tensor(hidden)
         if hidden.device not in self._on_device:
