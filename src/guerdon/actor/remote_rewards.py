@@ -36,7 +36,8 @@ class RemoteModel(Generic[C, T]):
     """
 
     def __init__(self, client: C, role: str, timeout_s: float, consequence: str = "") -> None:
-        self._client, self._role, self._timeout_s = client, role, timeout_s
+        self._client: C = client
+        self._role, self._timeout_s = role, timeout_s
         self._weights = WeightsLog(role, consequence)
         self._pending: list[tuple[list[Rollout], Future[T]]] = []
 

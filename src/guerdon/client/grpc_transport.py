@@ -158,11 +158,11 @@ class GrpcTransport:
         if isinstance(step, FetchHead):
             raise errors.Unsupported("a head is a file, which is fetched over HTTP only: give the server's http:// URL")
         exchange, loop = GrpcExchange(step), asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
+        ended = loop.create_future()
 
         def wake(_: Any) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+                loop.call_soon_threadsafe(_resolve, ended)
 
         with self._count_exchange():
             rpc = getattr(self._open_stub(), exchange.method).future(
@@ -239,6 +239,11 @@ def _check_fork() -> None:
             "this process was forked while gRPC was at work, which gRPC does not survive: fork while no call is under "
             "way, give an http:// URL, or start processes by spawn"
         )
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _options(policy: RetryPolicy) -> list[tuple[str, int]]:
