@@ -30,15 +30,8 @@ from guerdon.actor.remote_critic import RemoteCritic
 from guerdon.core import ModelInfo
 from guerdon.critic_core import CheckpointInfo, CriticState
 from guerdon.errors import CheckpointError, ConfigError, GuerdonError, StorageFailed
-from guerdon.settings.actors import (
-    ActorConfig,
-    DistillRunConfig,
-    RemoteCriticConfig,
-    RewardedRunConfig,
-    get_algorithm,
-    get_remote,
-    resolve_schedule,
-)
+from guerdon.settings import actors
+from guerdon.settings.actors import ActorConfig, DistillRunConfig, RemoteCriticConfig, RewardedRunConfig
 
 log = logging.getLogger(__name__)
 
@@ -195,14 +188,14 @@ def _set_aside(folder: Path) -> None:
 
 def decisive_settings(config: ActorConfig) -> dict[str, Any]:
     """Returns the settings, by path, that decide a run's result, and so must not change at a resume."""
-    algorithm = get_algorithm(config)[0]
+    algorithm = actors.get_algorithm(config)[0]
     found: dict[str, Any] = {
         "run.seed": config.run.seed,
         "data.shuffle": config.data.shuffle,
         _COMMAND: f"guerdon {algorithm}",
     }
     if isinstance(config, RewardedRunConfig):
-        where, remote = get_remote(config)
+        where, remote = actors.get_remote(config)
         found |= {
             f"{where}.send": remote.send,
             f"{where}.suffix": remote.suffix,
@@ -215,7 +208,7 @@ def decisive_settings(config: ActorConfig) -> dict[str, Any]:
         found["teacher.name"] = config.teacher.name
     for section in ("policy", "rollouts", algorithm):
         found |= {f"{section}.{name}": value for name, value in asdict(getattr(config, section)).items()}
-    found["policy.total_steps"] = resolve_schedule(config).total_steps
+    found["policy.total_steps"] = actors.resolve_schedule(config).total_steps
     if config.policy.lr_schedule == "constant":
         del found["policy.total_steps"]
     return {path: value for path, value in found.items() if path not in _NOT_DECISIVE}

@@ -63,15 +63,12 @@ class Trackers:
             self._others.append(MLflow(project, run_id, settings))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """As Tracker.log."""
         self._each(lambda tracker: tracker.log(step, metrics))
 
     def samples(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """As Tracker.samples."""
         self._each(lambda tracker: tracker.samples(step, rollouts))
 
     def close(self) -> None:
-        """As Tracker.close."""
         self._each(lambda tracker: tracker.close())
 
     def _each(self, do: Callable[[Tracker], None]) -> None:

@@ -14,16 +14,9 @@ from guerdon.actor.experience import Experience
 from guerdon.actor.policy_group import PolicyGroup
 from guerdon.actor.run_metrics import timed
 from guerdon.settings.actors import LossConfig, RolloutConfig
+from guerdon.training.algorithms import losses
 from guerdon.training.algorithms.kl import kl_per_token
-from guerdon.training.algorithms.losses import (
-    Aggregation,
-    GlobalCounts,
-    PolicyLossStats,
-    outside_trust_region,
-    ppo_loss,
-    reinforce_loss,
-    truncated_importance_weights,
-)
+from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, PolicyLossStats
 from guerdon.training.algorithms.masking import Moments
 from guerdon.training.policy_trainer import PolicyTrainer, StepReport
 
@@ -51,7 +44,9 @@ def update(
         cap = VLLM_IMPORTANCE_CAP
     weights = None
     if cap is not None:
-        weights = truncated_importance_weights(experience.logprobs, experience.engine_logprobs, experience.mask, cap)
+        weights = losses.truncated_importance_weights(
+            experience.logprobs, experience.engine_logprobs, experience.mask, cap
+        )
     reports: list[StepReport] = []
     with timed(metrics, "seconds_update"):
         for _ in range(config.epochs):
@@ -137,13 +132,13 @@ class PolicyLoss:
         about["weights"] = None if self.weights is None else rows_of(self.weights)
         if self.engine_logprobs is not None and config.trust_region is not None:
             low, high = config.trust_region
-            about["is_outside"] = outside_trust_region(logprobs, rows_of(self.engine_logprobs), mask, low, high)
+            about["is_outside"] = losses.outside_trust_region(logprobs, rows_of(self.engine_logprobs), mask, low, high)
         if self.old_logprobs is None:
-            loss, stats = reinforce_loss(logprobs, advantages, mask, self.aggregation, **about)
+            loss, stats = losses.reinforce_loss(logprobs, advantages, mask, self.aggregation, **about)
         else:
             about |= {"clip_low": config.clip_low, "clip_high": config.clip_high}
             old_logprobs = rows_of(self.old_logprobs)
-            loss, stats = ppo_loss(logprobs, old_logprobs, advantages, mask, self.aggregation, **about)
+            loss, stats = losses.ppo_loss(logprobs, old_logprobs, advantages, mask, self.aggregation, **about)
         if self.ref_logprobs is not None:
             kl = kl_per_token(logprobs, rows_of(self.ref_logprobs), mask, config.kl_estimator)
             loss = loss + self.kl_coefficient * self.aggregation(kl, mask)

@@ -10,6 +10,7 @@ from typing import Any, overload
 import numpy as np
 import torch
 
+from guerdon.adapters.nemo_aligner.remote_clients import read_setting
 from guerdon.assembly import Parts, build_service, run
 from guerdon.core import Command, ModelInfo, Signal
 from guerdon.critic_core import ControlRequest, Operation, TrainRequest
@@ -26,7 +27,6 @@ from guerdon.training.user_critic import UserCritic
 
 _NAME = "critic"
 _OPERATIONS = (Operation.TRAIN, Operation.VALIDATE, Operation.SAVE, Operation.STATE)
-_REQUIRED = object()
 _TRAINED_ON = ("tokens", "returns", "prev_values", "mask")
 
 
@@ -71,21 +71,21 @@ class CriticServerTrainer:
         data_parallel_size: int | None = None,
     ) -> None:
         self.data_parallel_size = count = parts.data_parallel_size(data_parallel_size)
-        sizes = _setting(cfg, "inference_micro_batch_size")
+        sizes = read_setting(cfg, "inference_micro_batch_size")
         self.batch_sizes = tuple(size * count for size in ((sizes,) if isinstance(sizes, int) else sizes))
         if not self.batch_sizes or min(*self.batch_sizes, model_forward_micro_batch_size, gbs) < 1:
             raise ConfigError("a batch size is below 1", "give sizes of at least 1")
         if gbs % count:
             raise ConfigError(f"gbs is {gbs}, and data_parallel_size is {count}", "give a multiple of it")
-        self.max_delay_s = float(_setting(cfg, "max_queue_delay_microseconds", 2000)) / 1e6
-        strip = _setting(cfg, "strip_sequence_length_to_multiple", None)
+        self.max_delay_s = float(read_setting(cfg, "max_queue_delay_microseconds", 2000)) / 1e6
+        strip = read_setting(cfg, "strip_sequence_length_to_multiple", None)
         check_batching(self.max_delay_s * 1e6, strip)
         self.cfg, self.model, self.optimizer, self.scheduler = cfg, model, optimizer, scheduler
         self.logger, self.ckpt_callback, self.gbs = logger, ckpt_callback, gbs
-        is_combined = bool(_setting(cfg, "combine_rm_and_critic_server"))
+        is_combined = bool(read_setting(cfg, "combine_rm_and_critic_server"))
         self.config = ServerConfig(
             host=host,
-            port=int(_setting(cfg, "port")),
+            port=int(read_setting(cfg, "port")),
             grpc_port=None,
             allow_anonymous=allow_anonymous,
             critic=CriticConfig(name=_NAME),
@@ -107,7 +107,7 @@ class CriticServerTrainer:
             global_batch_size=gbs,
             forward_batch_size=model_forward_micro_batch_size,
             strip_to_multiple=strip or 1,
-            gradient_clip_val=float(_setting(cfg, "gradient_clip_val", None) or 0.0) or math.inf,
+            gradient_clip_val=float(read_setting(cfg, "gradient_clip_val", None) or 0.0) or math.inf,
         )
 
     @property
@@ -226,11 +226,3 @@ class _Operations(Critic):
         group.execute(Command(Signal.SAVE, self.name))
         self.store.num_unsaved = 0
         self._show()
-
-
-def _setting(cfg: Any, name: str, default: Any = _REQUIRED) -> Any:
-    """Returns a setting from a mapping or an object's attributes; raises ConfigError if a required one is missing."""
-    value = cfg.get(name, default) if hasattr(cfg, "get") else getattr(cfg, name, default)
-    if value is _REQUIRED:
-        raise ConfigError(f"cfg has no {name}", "give it as a key or an attribute of cfg")
-    return value

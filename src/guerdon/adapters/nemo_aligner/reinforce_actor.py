@@ -136,7 +136,8 @@ class ReinforceActor:
         """
         lengths = inference_batch["length"].reshape(-1).tolist()
         rows = [row[:length].cpu().numpy() for row, length in zip(inference_batch["text"], lengths, strict=True)]
-        prompts = [Prompt(i, row.astype(np.int64), self._text(row)) for i, row in enumerate(rows)]
+        texts = ["" if self.tokenizer is None else self.tokenizer.decode(row) for row in rows]
+        prompts = [Prompt(i, row.astype(np.int64), text) for i, (row, text) in enumerate(zip(rows, texts, strict=True))]
         step = self.trainer.step_count
         self._num_inferred = self._num_inferred + 1 if self._inferred_at == step else 1
         self._inferred_at = step
@@ -250,9 +251,6 @@ class ReinforceActor:
         has_ended = (num_tokens * is_end.view(-1, size)).sum(-1) > 0
         shares = has_ended / (num_tokens.sum(-1).clamp(min=1) * len(has_ended))
         return mask * shares.repeat_interleave(size)[:, None]
-
-    def _text(self, tokens: np.ndarray) -> str:
-        return "" if self.tokenizer is None else self.tokenizer.decode(tokens)
 
     def _logprobs(
         self, tokens: Tensor, lengths: Tensor | None, prompt_lengths: Tensor | None, *, of_reference: bool

@@ -191,7 +191,7 @@ def read_setting(cfg: Any, path: str, default: Any = _REQUIRED) -> Any:
         is_there = name in cfg if isinstance(cfg, Mapping) else hasattr(cfg, name)
         if not is_there:
             if default is _REQUIRED:
-                raise ConfigError(f"the server's settings have no {path}", "give what NeMo-Aligner's YAML has there")
+                raise ConfigError(f"cfg has no {path}", "give what NeMo-Aligner's YAML has there")
             return default
         cfg = cfg[name] if isinstance(cfg, Mapping) else getattr(cfg, name)
     return cfg
