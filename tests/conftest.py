@@ -1,7 +1,8 @@
 """Gives every test default signals for its child processes, and no time limit that a busy machine could exceed.
 
 What is loaded is frozen out of the garbage collection, as in a server: otherwise every collection searches all of it.
-Clients of httpx share the certificate authorities, which each would otherwise load for itself, in 20 ms.
+Clients of httpx share the certificate authorities, which each would otherwise load for itself, in 20 ms. Torch has one
+thread: models are tiny, and results are compared bitwise.
 """
 
 import functools
@@ -9,12 +10,19 @@ import gc
 import os
 import signal
 import ssl
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx._transports.default as httpx_transports
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from guerdon.server.runtime import RunningServer
+    from served import Serve
 
 for _number in (signal.SIGINT, signal.SIGTERM):
     # A shell script's `make test &` ignores SIGINT, and exec hands an ignored signal on to all children, which tests
@@ -45,6 +53,29 @@ settings.load_profile("any load")
 def frozen() -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def serve() -> Iterator["Serve"]:
+    from served import running
+
+    with ExitStack() as servers:
+        yield lambda *models, **settings: servers.enter_context(running(*models, **settings))
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Iterator["RunningServer"]:
+    """`served.sums`, which no test changes."""
+    import served
+
+    with served.sums(tmp_path_factory.mktemp("sums")) as server:
+        yield server
 
 
 _make_context = httpx_transports.create_ssl_context

@@ -2,16 +2,15 @@
 
 import math
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import zoo
 from guerdon.assembly import build_service
 from guerdon.server.runtime import RunningServer
+from guerdon.server.service import Service
 from guerdon.settings.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
 
 FAILS = "unscorable"
@@ -52,15 +51,13 @@ def flaky(texts: list[str]) -> list[float]:
 
 def reward_model(folder: Path) -> Path:
     """A small random reward model with a tokenizer and a chat template."""
-    torch.set_num_threads(1)
     return zoo.tokenizer(zoo.checkpoint("llama", folder, num_labels=1))
 
 
 @contextmanager
 def plain(folder: Path) -> Iterator[RunningServer]:
     """`reward_model`, whose scores are bitwise the same whatever shares their batch; 127.0.0.1, HTTP and gRPC."""
-    model = ModelConfig(model=str(reward_model(folder / "rm")), deterministic=True)
-    with running(ServerConfig(port=0, grpc_port=0, models=[model])) as server:
+    with running(ModelConfig(model=str(reward_model(folder / "rm")), deterministic=True), grpc_port=0) as server:
         yield server
 
 
@@ -80,7 +77,7 @@ def sums(folder: Path) -> Iterator[RunningServer]:
         )
         for name, function in (("total", "agreement"), ("graded", "graded_answer"))
     ]
-    with running(ServerConfig(port=0, grpc_port=0, models=models, rewards=rewards)) as server:
+    with running(*models, rewards=rewards, grpc_port=0) as server:
         yield server
 
 
@@ -90,7 +87,7 @@ def critic(folder: Path) -> Iterator[RunningServer]:
     model = str(reward_model(folder / "rm"))
     config = CriticConfig(model=model, reward_model=model, checkpoint_dir=str(folder / "checkpoints"))
     config.deterministic, config.global_batch_size = True, 3
-    with running(ServerConfig(port=0, grpc_port=0, critic=config)) as server:
+    with running(critic=config, grpc_port=0) as server:
         yield server
 
 
@@ -101,7 +98,19 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(config: ServerConfig) -> Iterator[RunningServer]:
-    """A server with these settings, in threads of this process."""
-    with RunningServer(build_service(config), config) as running:
-        yield running
+def running(
+    *models: Any,
+    config: ServerConfig | None = None,
+    build: Callable[[ServerConfig], Service] = build_service,
+    grace_s: float | None = None,
+    **settings: Any,
+) -> Iterator[RunningServer]:
+    """Serves these models with these settings, or `config`, in threads of this process; without gRPC unless set."""
+    if config is None:
+        config = ServerConfig(**{"port": 0, "grpc_port": None, "models": [*models], **settings})
+    with RunningServer(build(config), config, grace_s=grace_s) as server:
+        yield server
+
+
+Serve = Callable[..., RunningServer]
+"""The fixture `serve`: takes the arguments of `running`; its servers run until the module's last test has ended."""

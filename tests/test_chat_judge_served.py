@@ -56,7 +56,7 @@ def judge(remote: StandIn, folder: Path, **settings: Any) -> ChatJudgeConfig:
 
 
 def serve(*models: Any, **settings: Any) -> Any:
-    return served.running(ServerConfig(port=0, grpc_port=0, models=[*models], **settings))
+    return served.running(*models, grpc_port=0, **settings)
 
 
 def score(server: RunningServer, responses: list[str], model: str = "careful", prompt: str = "", **more: Any) -> Scores:

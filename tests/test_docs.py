@@ -1,9 +1,11 @@
 """What the documentation names exists: functions of the walk, files, links, commands, flags, settings, metrics."""
 
+import ast
 import dataclasses
 import functools
 import importlib
 import inspect
+import itertools
 import re
 import shlex
 import subprocess
@@ -12,17 +14,25 @@ import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import torch.distributed.run as torchrun
 import yaml
 
+import zoo
 from guerdon import cli
 from guerdon.adapters import trl, trl_critic, trlx, verl
+from guerdon.cli.doctor_model import examine_model
+from guerdon.engine.native.library import find
+from guerdon.errors import ConfigError
 from guerdon.server.metrics import COLLECTED, TABLE
+from guerdon.server.runtime import check_addresses
 from guerdon.settings.actors import DistillRunConfig, PPORunConfig, ReinforceRunConfig
-from guerdon.settings.config import ServerConfig
+from guerdon.settings.config import ModelConfig, ServerConfig
 from guerdon.settings.fields import from_mapping
+from guerdon.settings.sources import read_yaml
 from processes import environment
+from served import running
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -186,3 +196,99 @@ def test_files_of_settings_are_taken(page: Path) -> None:
             from_mapping(next((kinds[name] for name in given if name in kinds), ReinforceRunConfig), given)
         else:
             from_mapping(ServerConfig, given)
+
+
+PAGE = (ROOT / "docs/security.md").read_text()
+ROWS = [line.split("|")[1:-1] for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| ---")][
+    1:
+]
+
+
+def functions(path: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)} | {
+        node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AsyncFunctionDef)
+    }
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip()[:40])
+def test_every_threats_test_exists(row: list[str]) -> None:
+    threat, holds, shown = row
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", shown)
+    assert threat.strip() and holds.strip() and named
+    assert re.sub(r"`tests/[\w/]+\.py::\w+`,?", "", shown).strip() == "", "a test that is not named as the others are"
+    for path, name in named:
+        assert (ROOT / path).is_file(), path
+        assert name in functions(ROOT / path), f"{path} has no {name}"
+
+
+def test_the_page_has_the_threats_that_a_review_asks_for() -> None:
+    threats = " ".join(row[0].lower() for row in ROWS)
+    for word in ("without a key", "traversal", "smuggling", "bombs", "deserialisation", "log", "timing", "role"):
+        assert word in threats, word
+
+
+@pytest.mark.parametrize("text", ["a: !!python/object/apply:os.getcwd []", "a: !!python/name:os.system", "a: !x 1"])
+def test_yaml_makes_plain_values_only(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        read_yaml(path)
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [(0o600, False), (0o400, False), (0o640, True), (0o644, True)])
+def test_a_file_of_keys_that_others_may_read_is_told(
+    mode: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"score me {'k' * 16}\n")
+    path.chmod(mode)
+    check_addresses(ServerConfig(api_keys_file=str(path), port=0, grpc_port=None))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * is_told
+    assert (f"{path} is secret, and others may read it" in caplog.text) is is_told
+
+
+DATED = "{{ strftime_now('%d %b') }}" + zoo.CHAT_TEMPLATE
+PROOFS = [
+    "tokens are those of tokenizer.json (60 texts)",
+    "the chat template prints the date (strftime_now): the same messages score differently another time",
+    "other later tokens change nothing (0.0)",
+    "same bits in any batch" if find()[0] else f"bits may change with the batch: {find()[1]}",
+    "neighbours and siblings change nothing in 6 swaps (0.0)",
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return zoo.tokenizer(zoo.checkpoint("llama", tmp_path), chat_template=DATED)
+
+
+def test_a_server_shows_them(folder: Path) -> None:
+    config = ServerConfig(port=0, grpc_port=0, models=[ModelConfig(model=str(folder), name="rm")])
+    with running(config=config) as server, httpx.Client(base_url=server.http_url) as client:
+        parameters = client.get("/v2/models/rm/config").json()["parameters"]
+        (shown,) = client.get("/dashboard/snapshot").json()["models"]
+    assert parameters["proofs"]["string_value"].split("\n") == PROOFS
+    assert shown["proofs"] == PROOFS
+
+
+def test_the_command_prints_them(folder: Path) -> None:
+    command = [sys.executable, "-m", "guerdon", "serve", str(folder), "--name", "rm", "--port", "0", "--grpc-port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+    ) as process:
+        assert process.stdout is not None
+        lines = list(itertools.takewhile(lambda line: "ready at" not in line, process.stdout))
+        process.terminate()
+        process.communicate(timeout=60)
+    assert f"guerdon: rm, proved: {'; '.join(PROOFS)}\n" in lines, lines
+
+
+def test_the_doctor_shows_them(folder: Path, tmp_path: Path) -> None:
+    language = zoo.tokenizer(zoo.language_model("llama", tmp_path / "language"), chat_template=DATED)
+    for model in (folder, language):
+        found = list(examine_model(str(model)))
+        texts = [(finding.level, finding.text) for finding in found if finding.text in PROOFS]
+        is_note = [any(word in proof for word in ("date", "bits may change")) for proof in PROOFS]
+        assert texts == [("note" if note else "ok", proof) for note, proof in zip(is_note, PROOFS, strict=True)]
+        (dated,) = [finding for finding in found if finding.subject == f"{model}, template"]
+        assert "chat_template.jinja" in dated.help

@@ -1,6 +1,5 @@
 """A server as NeMo Gym's resources server: rollouts get the scores of their conversations."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,13 +11,14 @@ import served
 import zoo
 from guerdon.client import RewardClient
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ComponentConfig, JudgeConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.settings.config import ComponentConfig, JudgeConfig, ModelConfig, RewardConfig
+from served import Serve
 
 ANSWERS = ["the answer is 4", "four, or 4, or 4", ""]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> RunningServer:
     folder = tmp_path_factory.mktemp("gym")
     judge = zoo.tokenizer(zoo.language_model("llama", folder / "judge"))
     models: list[Any] = [
@@ -28,8 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         JudgeConfig(model=str(judge), name="strict", rubric=judged.write(folder), max_other_mass=1e-6),
     ]
     total = RewardConfig(name="total", components=[ComponentConfig("helpful"), ComponentConfig("words", weight=0.5)])
-    with served.running(ServerConfig(port=0, grpc_port=None, models=models, rewards=[total])) as running:
-        yield running
+    return serve(*models, rewards=[total])
 
 
 def row(answer: str, **more: Any) -> dict[str, Any]:

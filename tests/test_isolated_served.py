@@ -78,7 +78,7 @@ def test_each_bad_sample_fails_alone_beside_a_thousand_good_ones(others: set[int
     texts = list(good)
     for i, bad in enumerate(BAD):
         texts.insert(1 + 70 * i, bad)
-    with running(with_plain(isolated())) as server, RewardClient(server.http_url, "trouble") as client:
+    with running(config=with_plain(isolated())) as server, RewardClient(server.http_url, "trouble") as client:
         scores = client.score(texts=texts)
         metrics = httpx.get(f"{server.http_url}/metrics").text
     for text, reward, error in zip(texts, scores.rewards, scores.errors, strict=True):
@@ -113,7 +113,7 @@ def metrics_of(server: RunningServer) -> str:
 def test_more_hangs_than_children_take_turns(others: set[int]) -> None:
     """Four hangs over two children: two deadlines, and then the good one; the queue tells nobody that it is late."""
     config = with_plain(isolated(children=2, sample_deadline_s=1.5))
-    with running(config) as server, RewardClient(server.http_url, "trouble") as client:
+    with running(config=config) as server, RewardClient(server.http_url, "trouble") as client:
         scores = client.score(texts=["PAUSE", "PAUSE", "PAUSE", "PAUSE", "good"], timeout_s=60.0)
     assert all("deadline" in str(error) for error in scores.errors[:4])
     assert scores.rewards[4] == 4.0
@@ -133,16 +133,8 @@ def test_a_model_in_this_process_ends_its_children(others: set[int]) -> None:
 def test_no_process_outlives_its_server(number: signal.Signals) -> None:
     port = free_port()
     command = [
-        sys.executable,
-        "-m",
-        "guerdon",
-        "serve",
-        "troubles:trouble",
-        "--isolate",
-        "--children",
-        "2",
-        "--no-grpc",
-    ]
+        sys.executable, "-m", "guerdon", "serve", "troubles:trouble", "--isolate", "--children", "2", "--no-grpc",
+    ]  # fmt: skip
     command += ["--port", str(port), "--sample-deadline-s", "3600", "--shutdown-timeout-s", "1"]
     env = environment() | {"PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], str(Path(__file__).parent)])}
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, start_new_session=True) as process:

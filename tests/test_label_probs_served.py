@@ -1,6 +1,5 @@
 """Probabilities of labels in SGLang's and vLLM's forms, by teachers and judges, against transformers."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 from transformers import AutoTokenizer
 
 import judged
-import served
 import zoo
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import JudgeConfig, ModelConfig, ServerConfig, TeacherConfig
+from guerdon.settings.config import JudgeConfig, ModelConfig, TeacherConfig
+from served import Serve
 from teaching import plain
 
 NAMES = [*zoo.DECODERS, *zoo.LANGUAGE_MODELS]
@@ -25,12 +24,11 @@ ITEMS = ["the sky is blue.", "grass", "the sky is green, or so."]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return tmp_path_factory.mktemp("labels")
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[RunningServer]:
+def server(folder: Path, serve: Serve) -> RunningServer:
     """A reward model, then a teacher of every architecture, one without a tokenizer, and a judge."""
     for name in NAMES:
         zoo.tokenizer(zoo.language_model(name, folder / name))
@@ -40,8 +38,7 @@ def server(folder: Path) -> Iterator[RunningServer]:
     models += [TeacherConfig(model=str(folder / name), name=name) for name in [*NAMES, "bare"]]
     rubric = judged.write(folder)
     models.append(JudgeConfig(model=str(folder / "llama"), name="judge", rubric=rubric))
-    with served.running(ServerConfig(port=0, grpc_port=0, models=models)) as running:
-        yield running
+    return serve(*models, grpc_port=0)
 
 
 def wanted(folder: Path, rows: list[list[int]], labels: list[int], over_labels: bool) -> np.ndarray:

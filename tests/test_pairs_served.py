@@ -1,7 +1,7 @@
 """Pairs of texts in every form that has them: the ids and token types are those of transformers' `tokenizer(a, b)`."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,14 +22,14 @@ from transformers import (
 )
 
 import rewarding
-import served
 import zoo
 from actor.rollouts import rollout
 from guerdon import LocalRewardModel, RewardClient
 from guerdon.actor.remote_rewards import RemoteRewards
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.actors import RemoteRewardConfig, RewardModelServer
-from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig
+from served import Serve
 
 Pairs = list[tuple[str, str]]
 CLIENT = httpx.Client(timeout=60)
@@ -117,7 +117,6 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("pairs")
     for name, (architecture, settings, save) in MODELS.items():
         save(zoo.checkpoint(architecture, root / name, **settings))
@@ -125,7 +124,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[RunningServer]:
+def server(folder: Path, serve: Serve) -> RunningServer:
     models = [ModelConfig(model=str(folder / name), name=name) for name in MODELS]
     models += [
         ModelConfig(model=str(folder / name), name=f"{side}-{name}", truncation=side, max_length=MOST)
@@ -134,8 +133,7 @@ def server(folder: Path) -> Iterator[RunningServer]:
     ]
     models.append(ModelConfig(model="rewarding:brevity", name="brevity"))
     total = RewardConfig(name="total", components=[ComponentConfig(model="bert"), ComponentConfig(model="brevity")])
-    with served.running(ServerConfig(port=0, grpc_port=0, models=models, rewards=[total])) as running:
-        yield running
+    return serve(*models, grpc_port=0, rewards=[total])
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Pooling and missing tokenizers as clients and users meet them: over HTTP and gRPC, in `/config`, at the start."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -12,13 +11,15 @@ import tritonclient.http
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from tritonclient.utils import InferenceServerException
 
+import served
 import zoo
 from guerdon import LocalRewardModel, RewardClient, cli
-from guerdon.assembly import build_service, build_trainer
+from guerdon.assembly import build_trainer
 from guerdon.core import Sequence
 from guerdon.errors import Exit, InvalidRequest
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
+from guerdon.settings.config import CriticConfig, ModelConfig
+from served import Serve
 
 TEXTS = ["The colour is red.</s>", "The colour is red.", "Yes</s> and no", "</s></s>", "a</s>\n", "<pad>b<pad>"]
 PADS = {"eos": zoo.EOS, "pad": zoo.PAD, "none": None}
@@ -30,18 +31,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[RunningServer]:
+def server(folder: Path, serve: Serve) -> RunningServer:
     """Models of three kinds of pad, one that is asked for the plain last token, and a critic beside a reward model."""
-    torch.set_num_threads(1)
     for name, pad in PADS.items():
         zoo.tokenizer(zoo.checkpoint("gpt2", folder / name, pad_token_id=pad))
     zoo.checkpoint("llama", folder / "critic")
     models = [ModelConfig(model=str(folder / name), name=name) for name in PADS]
     models.append(ModelConfig(model=str(folder / "eos"), name="last", pooling="last"))
     critic = CriticConfig(model=str(folder / "critic"), reward_model=str(folder / "eos"))
-    config = ServerConfig(port=0, grpc_port=0, models=models, critic=critic)
-    with RunningServer(build_service(config), config) as running:
-        yield running
+    return serve(*models, grpc_port=0, critic=critic)
 
 
 @torch.no_grad()
@@ -98,10 +96,9 @@ def test_the_config_names_the_rule(server: RunningServer) -> None:
 
 def test_text_for_a_model_without_a_tokenizer_is_told_why(folder: Path, tmp_path: Path) -> None:
     zoo.checkpoint("llama", tmp_path)
-    config = ServerConfig(port=0, grpc_port=0, models=[ModelConfig(model=str(tmp_path), name="rm")])
     why = "the folder of rm has no tokenizer; send tokens, or put the tokenizer's files"
     conversation = [{"role": "user", "content": "a"}]
-    with RunningServer(build_service(config), config) as server:
+    with served.running(ModelConfig(model=str(tmp_path), name="rm"), grpc_port=0) as server:
         for body in ({"input": "a"}, {"messages": conversation}):
             answer = httpx.post(f"{server.http_url}/classify", json={"model": "rm", **body})
             assert answer.status_code == 400 and why in answer.text

@@ -79,15 +79,10 @@ def test_the_program_is_the_last_block_of_python(response: str) -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "if True:\n\tCODE",
-        "def double(x):\n    '''Doubles.\n\n    ```\n    >>> double(2)\n    ```\n    '''\nCODE",
-        DOCSTRING,
-        COMMENTED,
-        "s = '</think>'\nCODE",
-        "CODE\n~~~",
-        "print 'Python 2, or a mistake'",
+        "if True:\n\tCODE", "def double(x):\n    '''Doubles.\n\n    ```\n    >>> double(2)\n    ```\n    '''\nCODE",
+        DOCSTRING, COMMENTED, "s = '</think>'\nCODE", "CODE\n~~~", "print 'Python 2, or a mistake'",
     ],
-)
+)  # fmt: skip
 def test_a_program_keeps_its_lines(code: str) -> None:
     for text in (f"a\n```python\n{code}\n```\nb", f"```python\n{code}\n```\nIt prints:\n```\n4\n```"):
         assert find_program(answer_of(text)) == f"{code}\n"
@@ -98,17 +93,10 @@ def test_a_program_keeps_its_lines(code: str) -> None:
 @pytest.mark.parametrize(
     "response",
     [
-        "",
-        "print(1)",
-        "Use `print(1)`.",
-        "Use ```print(1)``` here.",
-        "So:\n\n    print(1)\n",
-        "```js\nlet x\n```",
-        "```python\n```",
-        "<think>\n```python\nprint(1)\n```",
-        "```python\nprint(1)\n```\n</think>\nI do not know.",
+        "", "print(1)", "Use `print(1)`.", "Use ```print(1)``` here.", "So:\n\n    print(1)\n", "```js\nlet x\n```",
+        "```python\n```", "<think>\n```python\nprint(1)\n```", "```python\nprint(1)\n```\n</think>\nI do not know.",
     ],
-)
+)  # fmt: skip
 def test_other_responses_have_no_program(response: str) -> None:
     assert find_program(answer_of(response)) is None
 

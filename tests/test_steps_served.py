@@ -1,6 +1,5 @@
 """A sample without a step is the caller's mistake under every protocol, and its neighbours keep their rewards."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-import served
 import zoo
 from guerdon import RewardClient
 from guerdon.errors import InvalidRequest
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ModelConfig, ServerConfig
+from guerdon.settings.config import ModelConfig
+from served import Serve
 from server.form_examples import EXAMPLES
 
 WITH, WITHOUT = "ab\nxyz\n", "ab xyz"
@@ -26,14 +25,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> RunningServer:
     bare = zoo.checkpoint("qwen2", tmp_path_factory.mktemp("bare"), "tokcls", num_labels=2)
     models = [
         ModelConfig(model=str(folder), step_separator="\n", name="prm"),
         ModelConfig(model=str(bare), name="bare"),
     ]
-    with served.running(ServerConfig(port=0, grpc_port=0, models=models)) as running:
-        yield running
+    return serve(*models, grpc_port=0)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)

@@ -5,7 +5,7 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ from guerdon.server.runtime import RunningServer
 from guerdon.server.service import Service
 from guerdon.settings.config import ModelConfig, ServerConfig
 from guerdon.settings.fields import from_mapping
-from server.helpers import outcomes, wait_until
+from served import Serve
+from server.helpers import outcomes, until, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:tritonclient.* doesn't support")
 
@@ -68,17 +69,8 @@ rewards:
 """
 
 SERVED = {
-    "reward_model",
-    "of_ids",
-    "of_responses",
-    "adaptive",
-    "helpful",
-    "brevity",
-    "answer",
-    "length",
-    "words",
-    "pairs",
-}
+    "reward_model", "of_ids", "of_responses", "adaptive", "helpful", "brevity", "answer", "length", "words", "pairs",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +88,9 @@ def configured(folder: Path, **more: Any) -> ServerConfig:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[RunningServer]:
+def server(folder: Path, serve: Serve) -> RunningServer:
     config = configured(folder)
-    with RunningServer(build_service(config), config, grace_s=0.1) as running:
-        yield running
+    return serve(config=config, grace_s=0.1)
 
 
 @pytest.fixture(params=["http", "grpc"])
@@ -375,12 +366,6 @@ async def running(*components: dict[str, Any], **of_function: Any) -> AsyncItera
     finally:
         rewarding.hold.set()
         await asyncio.to_thread(service.stop)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_the_deadline_covers_all_components() -> None:

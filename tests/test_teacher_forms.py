@@ -3,7 +3,6 @@
 import base64
 import io
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ import zoo
 from detokenizing import BROKEN, by_rule
 from guerdon.server.front import http_exchanges
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
+from guerdon.settings.config import ModelConfig, TeacherConfig
 from guerdon.wire.forms import logprob_texts
+from served import Serve
 from teaching import plain
 
 ROWS = [row.tolist() for row in zoo.rows(0, ((40, 3), (20, 2)))]
@@ -30,7 +30,6 @@ NEAR: Any = {"rtol": 1e-6, "atol": 1e-5}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("forms")
     zoo.tokenizer(zoo.language_model("llama", folder / "teacher"))
     zoo.language_model("qwen2", folder / "bare")
@@ -38,15 +37,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[RunningServer]:
+def server(folder: Path, serve: Serve) -> RunningServer:
     """A reward model before a teacher with a tokenizer, and one without."""
     models: list[Any] = [
         ModelConfig(model=str(served.reward_model(folder / "rm"))),
         TeacherConfig(model=str(folder / "teacher")),
         TeacherConfig(model=str(folder / "bare"), name="bare", max_top_k=5),
     ]
-    with served.running(ServerConfig(port=0, grpc_port=None, models=models)) as running:
-        yield running
+    return serve(*models)
 
 
 @pytest.fixture(scope="module")
@@ -271,13 +269,6 @@ COMPLETION_WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", COMPLETION_WRONG)
-def test_a_wrong_completion_is_one_clear_error(wrong: str, server: RunningServer) -> None:
-    changes, message = COMPLETION_WRONG[wrong]
-    reply = post(server, "/v1/completions", {"prompt": [[5, 6, 7]], "max_tokens": 1, "prompt_logprobs": 1} | changes)
-    assert reply.status_code == 400 and message in reply.json()["error"]["message"], reply.text
-
-
 GIVEN_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too few rows": ({"prompt_logprob_token_ids": [[1]]}, "has 1 rows from row 0 on, and the prompt of 3 tokens has 2"),
     "a start behind the end": (
@@ -288,14 +279,6 @@ GIVEN_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too many ids": ({"prompt_logprob_token_ids": [[1] * 129, []]}, "prompt_logprob_token_ids is 129; teacher gives"),
     "generation": ({"max_tokens": 9}, "max_tokens is 9; a teacher does not generate"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("wrong", GIVEN_WRONG)
-def test_wrong_sampling_params_are_one_clear_error(wrong: str, server: RunningServer) -> None:
-    changes, message = GIVEN_WRONG[wrong]
-    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 0} | changes}
-    reply = post(server, "/inference/v1/generate", body)
-    assert reply.status_code == 400 and message in reply.json()["error"]["message"], reply.text
 
 
 def test_an_answer_too_large_as_json_is_refused_before_it_is_computed(server: RunningServer) -> None:
@@ -405,14 +388,6 @@ SGLANG_WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", SGLANG_WRONG)
-def test_a_wrong_request_to_generate_is_one_clear_error(wrong: str, server: RunningServer) -> None:
-    changes, message = SGLANG_WRONG[wrong]
-    usual = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}}
-    reply = post(server, "/generate", {"input_ids": [5, 6, 7]} | usual | changes)
-    assert reply.status_code == 400 and message in reply.json()["error"]["message"], reply.text
-
-
 LENGTHS = [0, *(len(row) // 2 for row in ROWS[1:-1]), len(ROWS[-1])]
 
 
@@ -463,8 +438,21 @@ TRL_WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", TRL_WRONG)
-def test_a_wrong_request_of_trl_is_one_clear_error(wrong: str, server: RunningServer) -> None:
-    changes, message = TRL_WRONG[wrong]
-    reply = post(server, "/get_sequence_logprobs/", {"sequences": [[5, 6, 7]], "prompt_lengths": [1]} | changes)
-    assert reply.status_code == 400 and message in reply.json()["detail"], reply.text
+OF_THREE: dict[str, tuple[dict[str, Any], dict[str, tuple[dict[str, Any], str]]]] = {
+    "/v1/completions": ({"prompt": [[5, 6, 7]], "max_tokens": 1, "prompt_logprobs": 1}, COMPLETION_WRONG),
+    "/inference/v1/generate": ({"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 0}}, GIVEN_WRONG),
+    "/generate": ({"input_ids": [5, 6, 7], **SGLANG, "sampling_params": {"max_new_tokens": 0}}, SGLANG_WRONG),
+    "/get_sequence_logprobs/": ({"sequences": [[5, 6, 7]], "prompt_lengths": [1]}, TRL_WRONG),
+}
+"""By path, a right request about a row of three tokens, and the changes that make it wrong."""
+
+
+@pytest.mark.parametrize(("path", "wrong"), [(path, wrong) for path, (_, table) in OF_THREE.items() for wrong in table])
+def test_a_wrong_request_is_one_clear_error(path: str, wrong: str, server: RunningServer) -> None:
+    usual, table = OF_THREE[path]
+    changes, message = table[wrong]
+    if path == "/inference/v1/generate":
+        changes = {"sampling_params": usual["sampling_params"] | changes}
+    reply = post(server, path, usual | changes)
+    said = reply.json()
+    assert reply.status_code == 400 and message in (said.get("detail") or said["error"]["message"]), said

@@ -17,6 +17,7 @@ import pytest
 import tritonclient.grpc
 
 import scorers
+import served
 from collector import INTERNAL, SERVER, Collector, collecting
 from guerdon.assembly import build_service
 from guerdon.client import Credentials, CriticClient, RewardClient, Scores
@@ -221,8 +222,7 @@ def test_a_request_split_over_batches_has_them_all(collector: Collector) -> None
 def test_a_sum_has_the_parts_of_its_components(collector: Collector) -> None:
     models = [ModelConfig(model=f"rewarding:{name}", name=name) for name in ("brevity", "words")]
     total = RewardConfig(components=[ComponentConfig(model="brevity"), ComponentConfig(model="words")])
-    config = ServerConfig(port=0, grpc_port=None, traces=collector.url, models=models, rewards=[total])
-    with RunningServer(build_service(config), config) as server:
+    with served.running(*models, traces=collector.url, rewards=[total]) as server:
         RewardClient(server.http_url).score(texts=["a b a"], prompts=[""], labels=["a"])
     (request,) = collector.spans("POST")
     assert request.facts["guerdon.model"] == "reward_model"
@@ -306,7 +306,7 @@ def test_a_client_that_leaves_is_told_as_such(collector: Collector, held: None, 
 def test_no_text_and_no_key_is_in_a_span(collector: Collector, tmp_path: Path) -> None:
     config = keyed(tmp_path, traces=collector.url)
     secret = "a sample's own words"
-    with RunningServer(EchoService(config), config) as server:
+    with served.running(config=config, build=EchoService) as server:
         url, known = server.http_url, bearer(SCORE)
         data = {"name": "sentences", "shape": [1, 1], "datatype": "BYTES", "data": [secret]}
         assert httpx.post(url + INFER, json={"inputs": [data]}, headers=known).status_code == 200
@@ -331,7 +331,7 @@ def test_without_a_key_that_is_known_nothing_is_traced(collector: Collector, tmp
     config = keyed(tmp_path, traces=collector.url)
     load = "/v2/repository/models/reward_model/load"
     foreign = bearer(SCORE) | {"Origin": "http://elsewhere.example"}
-    with RunningServer(EchoService(config), config) as server:
+    with served.running(config=config, build=EchoService) as server:
         for headers, status in (({}, 401), (bearer("a-wrong-key-0123456789"), 401), (foreign, 403)):
             told = httpx.post(server.http_url + INFER, content=body_of([[1]]), headers=headers | SAMPLED)
             assert told.status_code == status
@@ -413,8 +413,7 @@ def test_the_environment_turns_traces_on(collector: Collector, monkeypatch: pyte
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_SERVICE_NAME", "rewards")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
-    config = ServerConfig(port=0, grpc_port=None)
-    with RunningServer(EchoService(config), config) as server:
+    with served.running(build=EchoService) as server:
         over_http(server)
     assert {span.service for span in collector.spans()} == {"rewards"}
     assert b"deployment.environment" in collector.bodies[0]

@@ -11,7 +11,7 @@ import pytest
 
 from guerdon.client import RewardClient
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ModelConfig, ServerConfig
+from guerdon.settings.config import ModelConfig
 from served import running
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="isolation needs Linux")
@@ -25,7 +25,7 @@ def server() -> Iterator[RunningServer]:
         )
         for name in ("mathematics", "programs")
     ]
-    with running(ServerConfig(port=0, grpc_port=0, models=models)) as server:
+    with running(*models, grpc_port=0) as server:
         yield server
 
 

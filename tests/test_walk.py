@@ -10,7 +10,7 @@ import pytest
 import served
 from guerdon import CriticClient, RewardClient
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import CriticConfig, ServerConfig
+from guerdon.settings.config import CriticConfig
 from walks import Station, Trace, profiling
 
 PAGE = Path(__file__).parents[1] / "docs/walk.md"
@@ -89,7 +89,7 @@ def test_a_train_request(use: Use, tmp_path: Path) -> None:
     targets = [[np.full(len(row) - 1, value) for row in ROWS] for value in (1.0, 0.0, 1.0)]
     config = CriticConfig(model=str(served.reward_model(tmp_path / "rm")), checkpoint_dir=str(tmp_path / "checkpoints"))
     with (
-        served.running(ServerConfig(port=0, grpc_port=0, critic=config)) as server,
+        served.running(grpc_port=0, critic=config) as server,
         CriticClient(server.http_url) as critic,
     ):
         trace = traced(use, TRAIN, lambda: critic.train(ROWS, *targets).result())

@@ -95,15 +95,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": (
         "jamba",
         {
-            **_GROUPED,
-            "num_experts": 2,
-            "num_experts_per_tok": 1,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "mamba_d_state": 4,
-            "use_mamba_kernels": False,
+            **_GROUPED, "num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2, "attn_layer_offset": 1,
+            "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 4, "use_mamba_kernels": False,
         },
     ),
     "mixtral": ("mixtral", {**_GROUPED, **_EXPERTS, "sliding_window": None}),
@@ -121,16 +114,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": (
         "llama4_text",
         {
-            **_GROUPED,
-            "head_dim": 8,
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "intermediate_size_mlp": 64,
-            "attention_chunk_size": 16,
-            "interleave_moe_layer_step": 2,
+            **_GROUPED, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64,
+            "attention_chunk_size": 16, "interleave_moe_layer_step": 2,
         },
     ),
-}
+}  # fmt: skip
 LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {**_GROUPED, "logit_scale": 0.25}),
     "granite": ("granite", {**_GROUPED, "logits_scaling": 4.0}),
@@ -436,4 +424,11 @@ def tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Pat
         chat_template=chat_template,
     )
     fast.save_pretrained(folder)
+    return folder
+
+
+def configure(folder: Path, **settings: Any) -> Path:
+    """Changes the folder's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     return folder

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
+import served
 from guerdon.actor.rollouts import Prompt, Rollout
-from guerdon.assembly import build_service
 from guerdon.core import Message
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig, TeacherConfig
@@ -49,5 +49,5 @@ def serving(
 ) -> Iterator[RunningServer]:
     """A server of these models on loopback."""
     config = ServerConfig(port=port, grpc_port=None, models=list(models), critic=critic)
-    with RunningServer(build_service(config), config, grace_s=grace_s) as server:
+    with served.running(config=config, grace_s=grace_s) as server:
         yield server

@@ -150,28 +150,20 @@ def test_a_rank_that_cannot_start_while_others_wait_in_its_layers_ends_all(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_any_layout_does_what_one_process_does(folder: Path, url: str, tmp_path: Path) -> None:
-    layouts = {"tp": TP2, "fsdp": FSDP2}
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_any_layout_does_what_one_process_does(num_processes: int, folder: Path, url: str, tmp_path: Path) -> None:
+    layouts: dict[str, ParallelConfig] = {"tp": TP2, "fsdp": FSDP2}
     more: dict[str, Any] = {
         "activation_checkpointing": True,
         "offload_optimizer": True,
         "rollouts": {"prompts_per_step": 5, "max_batch_rollouts": 8},
         "algorithm": {"kl_placement": "loss", "kl_estimator": "k3", "entropy_coefficient": 0.01},
     }
+    if num_processes == 4:
+        layouts, more = {"dp": DP2, "tp": TP2, "both": ParallelConfig(tensor_parallel=2, fsdp=True)}, {}
     jobs = [Job(config_of(folder, url, tmp_path / name, parallel=p, **more)) for name, p in layouts.items()]
-    made = together(2, jobs, tmp_path / "ranks", timeout_s=350.0)
+    made = together(num_processes, jobs, tmp_path / "ranks", timeout_s=350.0)
     one = alone(config_of(folder, url, tmp_path / "one", **more))
-    for ranks, name in zip(made, layouts, strict=True):
-        assert_same(ranks, tmp_path / name, one, tmp_path / "one")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_four_processes_do_what_one_does(folder: Path, url: str, tmp_path: Path) -> None:
-    layouts = {"dp": DP2, "tp": TP2, "both": ParallelConfig(tensor_parallel=2, fsdp=True)}
-    jobs = [Job(config_of(folder, url, tmp_path / name, parallel=p)) for name, p in layouts.items()]
-    made = together(4, jobs, tmp_path / "ranks", timeout_s=350.0)
-    one = alone(config_of(folder, url, tmp_path / "one"))
     for ranks, name in zip(made, layouts, strict=True):
         assert_same(ranks, tmp_path / name, one, tmp_path / "one")
 

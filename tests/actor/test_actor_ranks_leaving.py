@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from actor.rollouts import serving
-from actor.runs import metrics_of, parts, tiny_policy
+from actor.runs import metrics_of, parts
 from guerdon.actor import reinforce
 from guerdon.settings.actors import ReinforceRunConfig, RemoteRewardConfig, RewardModelServer
 from guerdon.settings.config import ModelConfig, ParallelConfig
@@ -20,11 +20,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LONG = {"rollouts_per_prompt": 8, "max_new_tokens": 200, "min_new_tokens": 200}
 """Generating takes nearly all of a step, in several rounds."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")

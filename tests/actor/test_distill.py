@@ -1,7 +1,6 @@
 """On-policy distillation from end to end: a tiny policy, a real teacher's server, and everything between."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from guerdon.actor.experience import Experience
 from guerdon.errors import CheckpointError, ConfigError, RewardsFailed, StartError
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.actors import DistillConfig, DistillRunConfig, TeacherServer
-from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
+from guerdon.settings.config import ModelConfig, TeacherConfig
 from guerdon.training.policy_trainer import PolicyTrainer
+from served import Serve
 from training.policies import PlainPolicy
 
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[RunningServer]:
+def server(folder: Path, serve: Serve) -> RunningServer:
     strange = edited(zoo.tokenizer(zoo.language_model("llama", folder / "strange")), swap_words)
     good = str(folder / "teacher")
     models: list[Any] = [
@@ -43,8 +43,7 @@ def server(folder: Path) -> Iterator[RunningServer]:
         TeacherConfig(model=str(strange), name="strange"),
         ModelConfig(model="actor.reward_functions:even", name="even"),
     ]
-    with served.running(ServerConfig(port=0, grpc_port=None, models=models)) as running:
-        yield running
+    return serve(*models)
 
 
 def config_of(
@@ -134,9 +133,7 @@ def test_a_change_of_the_teachers_weights_is_logged(
 ) -> None:
     distill.train(config_of(folder, server, tmp_path))
     with (
-        served.running(
-            ServerConfig(port=0, grpc_port=None, models=[TeacherConfig(model=str(folder / "policy"), name="teacher")])
-        ) as other,
+        served.running(TeacherConfig(model=str(folder / "policy"), name="teacher")) as other,
         caplog.at_level(logging.WARNING),
     ):
         distill.train(config_of(folder, other, tmp_path, steps=2))

@@ -55,16 +55,19 @@ def test_the_kl_off_the_reward_may_be_the_mean_over_the_tokens(experience: Exper
     assert experience.penalised(0.5, "mean").tolist() == [0.875, 3.25, 4.0, 1.5]
 
 
-def test_a_kl_in_the_loss_leaves_the_rewards_alone(experience: Experience) -> None:
-    config = ReinforceConfig(kl_coefficient=0.5, kl_placement="loss", kl_estimator="k3")
-    advantages, _ = reinforce_advantages(experience, config, RunningMean())
-    assert advantages[:, 0].tolist() == [-2, 2, 2, -2]
-
-
-def test_truncated_responses_may_have_no_part_in_advantages_and_baselines(experience: Experience) -> None:
-    config = ReinforceConfig(kl_coefficient=0.0, leave_out_truncated=True)
-    advantages, _ = reinforce_advantages(experience, config, RunningMean())
-    assert advantages[:, 0].tolist() == [-2, 2, 0, 0]
+@pytest.mark.parametrize(
+    ("settings", "advantages"),
+    [
+        ({"kl_coefficient": 0.5, "kl_placement": "loss", "kl_estimator": "k3"}, [-2, 2, 2, -2]),
+        ({"kl_coefficient": 0.0, "leave_out_truncated": True}, [-2, 2, 0, 0]),
+    ],
+    ids=["a KL in the loss leaves the rewards alone", "truncated responses have no part, in baselines neither"],
+)
+def test_advantages_are_those_of_the_settings(
+    settings: dict[str, Any], advantages: list[float], experience: Experience
+) -> None:
+    got, _ = reinforce_advantages(experience, ReinforceConfig(**settings), RunningMean())
+    assert got[:, 0].tolist() == advantages
 
 
 def test_the_running_mean_goes_on_from_step_to_step(experience: Experience) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+import served
 import zoo
 from actor.rollouts import serving
 from actor.runs import parts, tiny_policy
@@ -18,7 +19,6 @@ from guerdon.actor.remote_critic import RemoteCritic
 from guerdon.actor.remote_rewards import RemoteRewards
 from guerdon.endings import Ending
 from guerdon.errors import ConfigError
-from guerdon.server.runtime import RunningServer
 from guerdon.settings.actors import (
     CriticServer,
     PPORunConfig,
@@ -122,9 +122,8 @@ def test_another_chat_template_is_said(tmp_path: Path, caplog: pytest.LogCapture
 def test_every_client_reads_the_configuration(tmp_path: Path) -> None:
     model = ModelConfig(model=str(reward_model(tmp_path / "rm")))
     config = ServerConfig(port=0, grpc_port=0, models=[model])
-    from guerdon.assembly import build_service
 
-    with RunningServer(build_service(config), config) as server, LocalRewardModel(model.model) as local:
+    with served.running(config=config) as server, LocalRewardModel(model.model) as local:
         told = [local.config()]
         for url in (server.http_url, server.grpc_url):
             assert url is not None

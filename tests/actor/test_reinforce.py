@@ -12,7 +12,7 @@ import torch
 
 from actor.reward_functions import moments
 from actor.rollouts import serving
-from actor.runs import metrics_of, parts, tiny_policy, weights_of
+from actor.runs import metrics_of, parts, weights_of
 from guerdon.actor import reinforce
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run_checkpoints import RunCheckpoints
@@ -21,11 +21,6 @@ from guerdon.errors import ConfigError, RunFailed
 from guerdon.settings.actors import ReinforceConfig, ReinforceRunConfig, RemoteRewardConfig, RewardModelServer
 from guerdon.settings.config import ModelConfig
 from server.helpers import wait_until
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The reference's log-probs from a real server: a run with them is a run with its own, without a copy in memory."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import served
 import zoo
 from actor.rollouts import rollout
-from actor.runs import metrics_of, parts, tiny_policy, weights_of
+from actor.runs import metrics_of, parts, weights_of
 from actor.test_other_tokenizers import edited, swap_words
 from guerdon.actor import ppo, reinforce
 from guerdon.actor.remote_teacher import RemoteTeacher
@@ -27,18 +26,14 @@ from guerdon.settings.actors import (
     RewardModelServer,
     TeacherServer,
 )
-from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig, TeacherConfig
+from guerdon.settings.config import CriticConfig, ModelConfig, TeacherConfig
 from guerdon.training.policy_trainer import PolicyTrainer
+from served import Serve
 from teaching import plain
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[RunningServer]:
+def server(folder: Path, serve: Serve) -> RunningServer:
     other = zoo.tokenizer(zoo.language_model("llama", folder / "other", seed=1))
     strange = edited(zoo.tokenizer(zoo.language_model("llama", folder / "strange")), swap_words)
     teachers = {"initial": folder / "policy", "other": other, "strange": strange}
@@ -48,8 +43,7 @@ def server(folder: Path) -> Iterator[RunningServer]:
     models.append(ModelConfig(model="actor.reward_functions:even", name="even"))
     model = str(served.reward_model(folder / "rm"))
     critic = CriticConfig(model=model, reward_model=model, checkpoint_dir=str(folder / "critic"))
-    with served.running(ServerConfig(port=0, grpc_port=None, models=models, critic=critic)) as running:
-        yield running
+    return serve(*models, critic=critic)
 
 
 def config_of(folder: Path, server: RunningServer, out: Path, reference: str | None) -> ReinforceRunConfig:

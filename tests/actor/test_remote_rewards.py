@@ -145,10 +145,14 @@ def test_a_suffix_stands_behind_the_texts_that_an_eos_ended(tmp_path: Path) -> N
     assert [ended.reward, cut.reward] == pytest.approx(want.tolist(), abs=1e-4)
 
 
-def test_messages_are_the_conversation_and_the_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("begun", "text"), [((), "no"), (("on the",), " other")], ids=["whole", "that the prompt begins"]
+)
+def test_messages_are_the_conversation_and_the_answer(begun: tuple[str, ...], text: str, tmp_path: Path) -> None:
     folder = zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "model"))
     asked = {"role": "user", "content": "the inn?"}
-    made = rollout([5], [6], text="no", prompt_text="unused", messages=(asked,))
+    messages = (asked, *({"role": "assistant", "content": part} for part in begun))
+    made = rollout([5], [6], text=text, prompt_text="unused", messages=messages)
     plain = rollout([5], [6], text="no", prompt_text="the inn?")
     with serving(ModelConfig(model=str(folder))) as server, remote(server.http_url, send="messages") as rewards:
         rewards.wait_ready()
@@ -156,21 +160,9 @@ def test_messages_are_the_conversation_and_the_answer(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="plain text"):
             rewards.submit([plain])
     fast = zoo.PreTrainedTokenizerFast.from_pretrained(folder)
-    row = fast.apply_chat_template([asked, {"role": "assistant", "content": "no"}])["input_ids"]
+    row = fast.apply_chat_template([asked, {"role": "assistant", "content": "".join(begun) + text}])["input_ids"]
     assert made.reward == pytest.approx(float(zoo.reference(folder, [np.array(row)])[0]), abs=1e-4)
-
-
-def test_an_answer_that_the_prompt_begins_is_one_message(tmp_path: Path) -> None:
-    folder = zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "model"))
-    asked, begun = {"role": "user", "content": "the inn?"}, {"role": "assistant", "content": "on the"}
-    made = rollout([5], [6], text=" other", prompt_text="unused", messages=(asked, begun))
-    with serving(ModelConfig(model=str(folder))) as server, remote(server.http_url, send="messages") as rewards:
-        rewards.wait_ready()
-        rewards.score([made])
-    fast = zoo.PreTrainedTokenizerFast.from_pretrained(folder)
-    row = fast.apply_chat_template([asked, {"role": "assistant", "content": "on the other"}])["input_ids"]
-    assert made.reward == pytest.approx(float(zoo.reference(folder, [np.array(row)])[0]), abs=1e-4)
-    assert begun["content"] == "on the"  # the prompt has other responses, too
+    assert [message["content"] for message in messages[1:]] == [*begun]  # the prompt has other responses, too
 
 
 def test_rows_are_padded_for_servers_that_want_it_and_one_too_long_fails_alone() -> None:

@@ -1,7 +1,9 @@
-"""The adapters of reward functions if servers are down, slow or wrong, called from threads and event loops."""
+"""The adapters of reward functions if servers are down, slow or wrong; forked, pickled, and what they load."""
 
 import asyncio
 import pickle
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,13 +17,15 @@ import pytest
 import served
 from adapters.forms import FORMS, ask
 from client.echo_server import EchoProcess
+from guerdon import adapters
 from guerdon.adapters.judge import JudgeClient as Judge
 from guerdon.adapters.judge import judge
-from guerdon.assembly import build_service
 from guerdon.client import AsyncRewardClient
 from guerdon.errors import DeadlineExceeded, GuerdonError, SampleFailed, Unauthenticated, UnknownModel, Unreachable
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig
+from processes import by_itself, end_of_child, environment
+from served import Serve
 from server import echo_service
 from server.echo_service import EchoService
 from server.helpers import wait_until
@@ -42,11 +46,9 @@ def errors(asked: dict[str, Future[Any]]) -> list[GuerdonError]:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(serve: Serve) -> str:
     """Of a server whose model has no score for some texts."""
-    config = ServerConfig(port=0, grpc_port=0, models=[ModelConfig(model="served:flaky", name="reward_model")])
-    with RunningServer(build_service(config), config) as server:
-        yield server.http_url
+    return serve(ModelConfig(model="served:flaky", name="reward_model"), grpc_port=0).http_url
 
 
 @pytest.fixture
@@ -108,7 +110,7 @@ def test_one_judge_for_all_threads() -> None:
 
 def test_a_key_that_comes_after_a_refusal_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = keyed(tmp_path, grpc_port=None)
-    with RunningServer(EchoService(config), config) as server:
+    with served.running(config=config, build=EchoService) as server:
         for wanted in (Unauthenticated, None):
             for name, made in FORMS.items():
                 function = made(server.http_url)
@@ -178,3 +180,59 @@ def test_they_are_called_from_many_threads(name: str, url: str) -> None:
     texts = ["x" * n for n in range(1, 33)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda text: ask(name, function, text), texts)) == [float(len(text)) for text in texts]
+
+
+@pytest.fixture
+def forks_url() -> Iterator[str]:
+    # The test's own process imports this module, and needs no server.
+    from server.echo_service import EchoService
+
+    with served.running(build=EchoService) as server:
+        yield server.http_url
+
+
+@by_itself
+def test_they_work_after_a_fork_and_when_pickled_after_use(forks_url: str) -> None:
+    def works(name: str, function: Any, text: str) -> None:
+        assert ask(name, function, text) == float(len(text))
+
+    for name, make in FORMS.items():
+        function = make(forks_url)
+        fresh = pickle.dumps(function)
+        works(name, function, "123")
+        assert end_of_child(partial(works, name, function, "1234")) == 0, name
+        for pickled in (fresh, pickle.dumps(function)):
+            works(name, pickle.loads(pickled), "12")  # noqa: S301
+            assert end_of_child(lambda it=(name, pickled): works(it[0], pickle.loads(it[1]), "12")) == 0, name  # noqa: S301
+        works(name, function, "123")
+
+
+FOLDER = Path(adapters.__file__).parent
+SERVING = ("critic_server_trainer", "reinforce_actor", "reward_model_server")
+"""NeMo-Aligner's server side: it runs models itself."""
+MODULES_OF_TRL = ("trl_models", "trl_critic")
+"""Their classes are torch's modules and transformers' callbacks, because TRL asks for such."""
+MODULES = sorted(
+    "guerdon.adapters." + ".".join(path.relative_to(FOLDER).with_suffix("").parts)
+    for path in [*FOLDER.glob("*.py"), *FOLDER.glob("*/*.py")]
+    if (path.name != "__init__.py" or path.parent != FOLDER) and path.stem not in SERVING + MODULES_OF_TRL
+)
+HEAVY = ("torch", "transformers", "starlette", "uvicorn", "ray", "grpc", "yaml", "nemo_rl", "rewardbench", "trl",
+         "verifiers", "openenv", "guerdon.local", "guerdon.server", "guerdon.engine", "guerdon.assembly")  # fmt: skip
+
+
+def test_importing_adapters_loads_none_of_it() -> None:
+    code = f"""
+import importlib, sys
+for module in {MODULES}:
+    before = set(sys.modules)
+    importlib.import_module(module.removesuffix(".__init__"))
+    for heavy in {HEAVY}:
+        if heavy in sys.modules and heavy not in before:
+            print(module, "loads", heavy)
+"""
+    assert {"guerdon.adapters.nemo_rl", "guerdon.adapters.trlx"} < {*MODULES} and len(MODULES) > 9
+    in_a_package = {path.stem for path in (FOLDER / "nemo_aligner").glob("*.py")} - {*SERVING}
+    assert {"remote_clients", "__init__"} <= in_a_package <= {name.rpartition(".")[2] for name in MODULES}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    assert done.stdout == ""

@@ -6,13 +6,11 @@ import multiprocessing
 import pickle
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
-import served
 from client.echo_server import EchoProcess
 from guerdon import RewardClient
 from guerdon.adapters import judge as judge_module
@@ -26,9 +24,8 @@ DATA = {"messages": [{"role": "user", "content": "What is 2+2?"}], "answer": "4"
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served.sums(tmp_path_factory.mktemp("sums")) as server:
-        yield server.http_url
+def url(sums: RunningServer) -> str:
+    return sums.http_url
 
 
 def test_reward_is_the_servers_own_of_the_text(url: str) -> None:

@@ -4,7 +4,7 @@ The reference is plain transformers on the conversation's text, as the template 
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from guerdon.cli.doctor import examine_server
 from guerdon.endings import Ending, ended
 from guerdon.errors import ConfigError
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig
+from served import Serve
 from server.keys import ADMIN, bearer, keyed
 
 TURNS = [
@@ -135,9 +136,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def server(family: tuple[str, Path]) -> Iterator[RunningServer]:
-    with served.running(ServerConfig(port=0, grpc_port=0, models=[ModelConfig(model=str(family[1]))])) as running:
-        yield running
+def server(family: tuple[str, Path], serve: Serve) -> RunningServer:
+    return serve(ModelConfig(model=str(family[1])), grpc_port=0)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ def test_start_configuration_and_doctor_tell_the_ending(family: tuple[str, Path]
 
 
 @pytest.fixture(scope="module")
-def chatml(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def chatml(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> RunningServer:
     """A reward model with ChatML, one without a template, and a sum of each with a function."""
     folder = tmp_path_factory.mktemp("chatml")
     chats.save("chatml", zoo.checkpoint("llama", folder / "chat", vocab_size=chats.VOCAB_SIZE))
@@ -207,8 +207,7 @@ def chatml(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         RewardConfig(name=f"{name}_sum", components=[ComponentConfig(model=name), ComponentConfig(model="length")])
         for name in ("chat", "plain")
     ]
-    with served.running(ServerConfig(port=0, grpc_port=None, models=models, rewards=sums)) as running:
-        yield running
+    return serve(*models, rewards=sums)
 
 
 CHATML = "<|im_start|>user\nan inn<|im_end|>\n<|im_start|>assistant\n"
@@ -260,7 +259,7 @@ def test_a_server_that_gets_a_text_without_its_ending_says_so_once(
     chats.save("chatml", zoo.checkpoint("llama", tmp_path, vocab_size=chats.VOCAB_SIZE))
     said = []
     with (
-        served.running(ServerConfig(port=0, grpc_port=None, models=[ModelConfig(model=str(tmp_path))])) as server,
+        served.running(ModelConfig(model=str(tmp_path))) as server,
         RewardClient(server.http_url) as client,
     ):
         for text in (BARE + ANSWER, CHATML + ANSWER + "<|im_end|>\n", CHATML + ANSWER, CHATML + ANSWER):
@@ -283,7 +282,7 @@ def test_new_weights_may_have_another_template(tmp_path: Path, monkeypatch: pyte
     config = keyed(
         tmp_path, grpc_port=None, models=[ModelConfig(model=str(tmp_path / "old"))], model_repository=str(tmp_path)
     )
-    with served.running(config) as server, RewardClient(server.http_url) as client:
+    with served.running(config=config) as server, RewardClient(server.http_url) as client:
         function = trl.reward_function(server.http_url)
         wanted = client.score(texts=[CHATML + ANSWER + "<|im_end|>\n"]).rewards.tolist()
         assert function([CHATML], [ANSWER]) == pytest.approx(wanted, abs=1e-6)

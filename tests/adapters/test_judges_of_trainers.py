@@ -1,7 +1,6 @@
 """A judge as the reward of trainers: the criteria arrive beside the reward, by the adapters of reward models."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import judged
-import served
 import zoo
 from guerdon import RewardClient
 from guerdon.adapters.trl import reward_function
 from guerdon.adapters.verl import compute_score, compute_score_async
 from guerdon.errors import SampleFailed
-from guerdon.settings.config import JudgeConfig, ServerConfig
+from guerdon.settings.config import JudgeConfig
+from served import Serve
 
 COMPONENTS = (*judged.CRITERIA, "other_mass")
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> str:
     folder = tmp_path_factory.mktemp("judge")
     model = str(zoo.tokenizer(zoo.language_model("llama", folder / "judge")))
     rubric = judged.write(folder)
@@ -31,8 +30,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         JudgeConfig(model=model, name=name, rubric=rubric, max_other_mass=bound)
         for name, bound in (("judge", 1.0), ("strict", 1e-6))
     ]
-    with served.running(ServerConfig(port=0, grpc_port=None, models=models)) as running:
-        yield running.http_url
+    return serve(*models).http_url
 
 
 def test_trls_grpo_learns_from_a_judge(url: str, tmp_path: Path) -> None:
@@ -50,23 +48,13 @@ def test_trls_grpo_learns_from_a_judge(url: str, tmp_path: Path) -> None:
         model=AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32),
         reward_funcs=[reward_function(url, "judge"), record],
         args=trl.GRPOConfig(
-            output_dir=str(tmp_path),
-            max_steps=1,
-            num_generations=4,
-            per_device_train_batch_size=4,
-            max_completion_length=8,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=1,
+            output_dir=str(tmp_path), max_steps=1, num_generations=4, per_device_train_batch_size=4,
+            max_completion_length=8, gradient_checkpointing=False, bf16=False, use_cpu=True, logging_steps=1,
+            save_strategy="no", report_to="none", disable_tqdm=True, seed=1,
         ),
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in judged.PROMPTS]),
         processing_class=AutoTokenizer.from_pretrained(policy, padding_side="left"),
-    )
+    )  # fmt: skip
     trainer.train()
     ((prompts, completions),) = seen
     texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]

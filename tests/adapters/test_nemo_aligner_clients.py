@@ -26,6 +26,7 @@ from guerdon.server.runtime import RunningServer
 from guerdon.settings.actors import RemoteCriticConfig, RemoteRewardConfig
 from guerdon.settings.config import ServerConfig
 from processes import environment
+from served import Serve
 from server.arithmetic_critic import FAIL_TOKEN, ArithmeticService, after, request
 from server.echo_service import NAN_TOKEN, EchoService
 
@@ -78,9 +79,8 @@ def to_train_on(first_token: int = 5, returns: float = 4.0) -> dict[str, torch.T
 
 
 @pytest.fixture(scope="module")
-def reward_port() -> Iterator[int]:
-    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=None), grace_s=0.1) as server:
-        yield port_of(server)
+def reward_port(serve: Serve) -> int:
+    return port_of(serve(build=EchoService, grace_s=0.1))
 
 
 @pytest.fixture

@@ -2,19 +2,18 @@
 
 import pickle
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
+import served
 from client.echo_server import EchoProcess
 from guerdon.adapters.nemo_rl import EnvironmentReturn, RewardEnvironment
-from guerdon.assembly import build_service
 from guerdon.errors import ConfigError, DeadlineExceeded, InvalidRequest, SampleFailed, UnknownModel, Unreachable
-from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ModelConfig, ServerConfig
+from guerdon.settings.config import ModelConfig
+from served import Serve
 from server.echo_service import MAX_LENGTH, EchoService
 
 LOGS = [
@@ -35,9 +34,8 @@ def service() -> EchoService:
 
 
 @pytest.fixture(scope="module")
-def url(service: EchoService) -> Iterator[str]:
-    with RunningServer(service, ServerConfig(port=0, grpc_port=None), grace_s=0.1) as server:
-        yield server.http_url
+def url(service: EchoService, serve: Serve) -> str:
+    return serve(build=lambda _: service, grace_s=0.1).http_url
 
 
 def test_a_step_rewards_whole_conversations(url: str, service: EchoService) -> None:
@@ -72,8 +70,7 @@ def labelled(texts: list[str], labels: list[Any]) -> list[float]:
 
 
 def test_labels_go_with_the_samples() -> None:
-    config = ServerConfig(port=0, grpc_port=None, models=[ModelConfig(model=f"{__name__}:labelled")])
-    with RunningServer(build_service(config), config, grace_s=0) as server:
+    with served.running(ModelConfig(model=f"{__name__}:labelled"), grace_s=0) as server:
         environment = RewardEnvironment({"url": server.http_url, "send": "texts", "labels": "ground_truth"})
         assert environment.step(LOGS[:2], [{"ground_truth": "reason"}, {"ground_truth": "yes"}]).rewards.tolist() == [
             1,
@@ -125,9 +122,8 @@ def slow(texts: list[str]) -> list[float]:
 
 
 def test_a_server_that_is_too_slow_and_one_without_a_template() -> None:
-    config = ServerConfig(port=0, grpc_port=None, models=[ModelConfig(model=f"{__name__}:slow")])
     is_over.clear()
-    with RunningServer(build_service(config), config, grace_s=0) as server:
+    with served.running(ModelConfig(model=f"{__name__}:slow"), grace_s=0) as server:
         with pytest.raises(DeadlineExceeded):
             RewardEnvironment({"url": server.http_url, "send": "texts", "timeout_s": 0.2}).step(LOGS, INFO)
         is_over.set()

@@ -3,7 +3,6 @@
 import asyncio
 import importlib.util
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import served
 from guerdon import RewardClient
 from guerdon.adapters.openrlhf import reward_function
 from guerdon.errors import InvalidRequest, SampleFailed
+from guerdon.server.runtime import RunningServer
 
 QUERIES = ["Q: one? 1</s>", "Q: two? 2</s>", "Q: two? 4</s>"]
 PROMPTS = ["Q: one?", "Q: two?", "Q: two?"]
@@ -26,9 +26,8 @@ reward_func = reward_function("URL", "total")
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served.sums(tmp_path_factory.mktemp("sums")) as server:
-        yield server.http_url
+def url(sums: RunningServer) -> str:
+    return sums.http_url
 
 
 def loaded(path: Path, url: str) -> Any:

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -12,15 +11,15 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+import served
 import zoo
 from client.echo_server import EchoProcess
 from guerdon.adapters import rewardbench
 from guerdon.adapters.judge import TIMEOUT_S, judge
 from guerdon.adapters.rewardbench import ServerPipeline
-from guerdon.assembly import build_service
 from guerdon.errors import ConfigError, DeadlineExceeded, SampleFailed, UnknownModel, Unreachable
-from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ModelConfig, ServerConfig
+from guerdon.settings.config import ModelConfig
+from served import Serve
 
 TEXTS = ["the answer", "<s>user: why?</s>\nassistant: the reason</s>\n", "x"]
 CALL = {"batch_size": 8, "truncation": False, "padding": True, "max_length": 512, "function_to_apply": "none"}
@@ -33,10 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(folder: Path) -> Iterator[str]:
-    config = ServerConfig(port=0, grpc_port=None, models=[ModelConfig(model=str(folder), device="cpu")])
-    with RunningServer(build_service(config), config, grace_s=0) as server:
-        yield server.http_url
+def url(folder: Path, serve: Serve) -> str:
+    return serve(ModelConfig(model=str(folder), device="cpu"), grace_s=0).http_url
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +141,8 @@ def slow(texts: list[str]) -> list[float]:
 
 
 def test_a_server_that_is_too_slow(tokenizer: Any) -> None:
-    config = ServerConfig(port=0, grpc_port=None, models=[ModelConfig(model=f"{__name__}:slow")])
     is_over.clear()
-    with RunningServer(build_service(config), config, grace_s=0) as server:
+    with served.running(ModelConfig(model=f"{__name__}:slow"), grace_s=0) as server:
         with pytest.raises(DeadlineExceeded):
             pipeline(server.http_url, tokenizer, "texts", 0.2)(TEXTS, **CALL)
         is_over.set()

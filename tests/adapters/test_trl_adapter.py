@@ -4,7 +4,6 @@ import asyncio
 import inspect
 import logging
 import pickle
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 import served
 from guerdon import RewardClient
 from guerdon.adapters.trl import async_reward_function, reward_function
-from guerdon.assembly import build_service
 from guerdon.errors import InvalidRequest
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
@@ -28,9 +26,8 @@ ANSWERS = [[{"role": "assistant", "content": completion}] for completion in COMP
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served.sums(tmp_path_factory.mktemp("sums")) as server:
-        yield server.http_url
+def url(sums: RunningServer) -> str:
+    return sums.http_url
 
 
 def ask(function: Any, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
@@ -82,11 +79,10 @@ def test_components_of_a_sum_are_logged_and_labels_are_sent(make: Any, url: str)
 def test_components_of_a_failed_sample_are_none_and_not_in_the_mean() -> None:
     models = [ModelConfig(model=f"served:{name}", name=name) for name in ("flaky", "agreement")]
     total = RewardConfig(components=[ComponentConfig(model=model.name) for model in models])
-    config = ServerConfig(port=0, grpc_port=None, models=models, rewards=[total])
     metrics: dict[str, float] = {}
     extras: dict[str, list[Any]] = {}
     logs = {"log_metric": metrics.__setitem__, "log_extra": extras.__setitem__}
-    with RunningServer(build_service(config), config) as server:
+    with served.running(*models, rewards=[total]) as server:
         function = reward_function(server.http_url, labels="answer")
         assert ask(function, ["a", "b"], ["bc", served.FAILS], answer=["b", "c"], **logs) == [4.0, None]
         assert metrics == {"reward_model/flaky": 3.0, "reward_model/agreement": 1.0}

@@ -19,7 +19,7 @@ from guerdon.adapters.trl_critic import use_critic
 from guerdon.critic_core import TrainRequest
 from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import CriticConfig, ServerConfig
+from guerdon.settings.config import CriticConfig
 from training.plain import PlainCritic
 
 GENERATIONS, BATCH, SIZE = 2, 4, 2
@@ -37,7 +37,7 @@ def wordy(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
 def server(tmp_path: Path) -> Iterator[RunningServer]:
     model = str(served.reward_model(tmp_path / "rm"))
     config = CriticConfig(model=model, checkpoint_dir=str(tmp_path / "critic"), global_batch_size=SIZE)
-    with served.running(ServerConfig(port=0, grpc_port=None, critic=config)) as running:
+    with served.running(critic=config) as running:
         yield running
 
 
@@ -218,8 +218,7 @@ def test_trainers_and_servers_that_do_not_fit_are_refused(server: RunningServer,
     rloo = RLOOTrainer(model=other.model, reward_funcs=wordy, args=args, train_dataset=other.train_dataset)
     with pytest.raises(InvalidRequest, match="RLOOTrainer has no advantages of tokens: use a GRPOTrainer"):
         use_critic(rloo, server.http_url)
-    config = ServerConfig(port=0, grpc_port=None, critic=CriticConfig(model=str(tmp_path / "rm")))
-    with served.running(config) as forgetful:
+    with served.running(critic=CriticConfig(model=str(tmp_path / "rm"))) as forgetful:
         saving = make(tmp_path, save_strategy="steps")
         with pytest.raises(ConfigError, match=r"the trainer saves checkpoints, and the critic at http.* keeps none"):
             use_critic(saving, forgetful.http_url)

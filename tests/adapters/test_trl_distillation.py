@@ -39,6 +39,7 @@ import served
 import zoo
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
+from served import Serve
 from server.keys import SCORE, keyed
 from teaching import plain
 
@@ -59,7 +60,6 @@ COMMON: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("distillation")
     zoo.tokenizer(zoo.language_model("llama", folder / "teacher", seed=1))
     zoo.tokenizer(zoo.language_model("llama", folder / "student", seed=2))
@@ -67,14 +67,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[RunningServer]:
+def server(folder: Path, serve: Serve) -> RunningServer:
     """A teacher behind a reward model, as a user may write them into one file."""
     models: list[Any] = [
         ModelConfig(model=str(served.reward_model(folder / "rm"))),
         TeacherConfig(model=str(folder / "teacher")),
     ]
-    with served.running(ServerConfig(port=0, grpc_port=None, models=models)) as running:
-        yield running
+    return serve(*models)
 
 
 @pytest.fixture(autouse=True)
@@ -206,7 +205,7 @@ def test_the_asynchronous_trainers_worker_reads_it(server: RunningServer, folder
 
 def test_a_key_goes_into_the_url(folder: Path, tmp_path: Path) -> None:
     config = keyed(tmp_path, grpc_port=None, models=[TeacherConfig(model=str(folder / "teacher"))])
-    with served.running(config) as running:
+    with served.running(config=config) as running:
         url = running.http_url.replace("http://", f"http://x:{SCORE}@")
         got = trl_client.VLLMClient(base_url=url).get_sequence_logprobs([[5, 6, 7, 8]], [2], top_logprobs=1)
         assert np.isfinite(got["actual_logprobs"]).all() and len(got["actual_logprobs"][0]) == 2
@@ -223,13 +222,13 @@ def test_a_wrong_request_ends_the_run_with_the_servers_message(server: RunningSe
 def test_trls_client_waits_for_a_server_that_restarts(folder: Path) -> None:
     models: list[Any] = [TeacherConfig(model=str(folder / "teacher"))]
     config = ServerConfig(port=served.free_port(), grpc_port=None, models=models)
-    with served.running(config) as running:
+    with served.running(config=config) as running:
         client = trl_client.VLLMClient(base_url=running.http_url)
         before = client.get_sequence_logprobs([[5, 6, 7]], [1], top_logprobs=2)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(client.get_sequence_logprobs, [[5, 6, 7]], [1], top_logprobs=2)
         assert not wait([asked], timeout=1).done
-        with served.running(config):
+        with served.running(config=config):
             assert asked.result(60) == before
 
 

@@ -1,6 +1,5 @@
 """Served teachers and references in TRL's real trainers: they compute what they compute with models that they load."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +17,23 @@ import zoo
 from guerdon.adapters.trl_models import ServedReference, ServedTeacher, use_reference
 from guerdon.errors import InvalidRequest, UnknownModel
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
+from guerdon.settings.config import ModelConfig, TeacherConfig
+from served import Serve
 from server.keys import ADMIN, SCORE, bearer, keyed
 
 PROMPTS = ["What is 2+2?", "Name a colour.", "Who wrote Faust?", "Say something kind to me."]
 GOOD = ["4", "Blue, I think.", "Goethe did.", "You are doing well."]
 BAD = ["It is twenty-two.", "No.", "I do not know who wrote it.", "Go away."]
 COMMON: dict[str, Any] = {
-    "per_device_train_batch_size": 4,
-    "max_steps": 2,
-    "learning_rate": 0.1,
-    "optim": "sgd",
-    "gradient_checkpointing": False,
-    "bf16": False,
-    "use_cpu": True,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "seed": 1,
-}
+    "per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 0.1, "optim": "sgd",
+    "gradient_checkpointing": False, "bf16": False, "use_cpu": True, "logging_steps": 1, "save_strategy": "no",
+    "report_to": "none", "disable_tqdm": True, "seed": 1,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy, a reference, and a teacher whose logits are scaled."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("models")
     for name, architecture, seed in (("policy", "llama", 1), ("reference", "qwen2", 2), ("teacher", "cohere", 3)):
         zoo.tokenizer(zoo.language_model(architecture, folder / name, seed=seed))
@@ -52,12 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[RunningServer]:
+def server(folder: Path, serve: Serve) -> RunningServer:
     names = ("reference", "teacher", "capped")
     models: list[Any] = [TeacherConfig(name=name, model=str(folder / name)) for name in names]
     models.append(ModelConfig(model=str(served.reward_model(folder / "rm"))))
-    with served.running(ServerConfig(port=0, grpc_port=None, models=models)) as running:
-        yield running
+    return serve(*models)
 
 
 def load(folder: Path, name: str) -> Any:
@@ -236,7 +225,7 @@ def test_a_swapped_teacher_gives_its_own_head_and_a_swapped_reference_warns(
     batch = padded(False)
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     known = torch.nn.functional.pad(labels[:, 1:] != -100, (0, 1))  # not the last tokens
-    with served.running(config) as running:
+    with served.running(config=config) as running:
         teacher, reference = ServedTeacher(running.http_url), ServedReference(running.http_url)
         for name in ("policy", "next"):
             with torch.no_grad():

@@ -1,7 +1,6 @@
 """TRL's real trainers with a served reward: what they log and learn from is what the server gave."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ import served
 import zoo
 from guerdon import RewardClient
 from guerdon.adapters.trl import async_reward_function, reward_function
-from guerdon.assembly import build_service
-from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig
+from served import Serve
 
 STEPS, GENERATIONS = 2, 4
 PROMPTS = ["What is 2+2?", "Name a colour.", "Who wrote Faust?", "Say something kind."]
@@ -28,15 +26,13 @@ def picky(texts: list[str]) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> str:
     models = [
         ModelConfig(model=str(served.reward_model(tmp_path_factory.mktemp("rm"))), name="helpful", deterministic=True),
         ModelConfig(model="adapters.test_trl_trainers:picky", name="picky"),
     ]
     total = RewardConfig(components=[ComponentConfig(model="helpful"), ComponentConfig(model="picky", weight=0.1)])
-    config = ServerConfig(port=0, grpc_port=None, models=models, rewards=[total])
-    with RunningServer(build_service(config), config) as server:
-        yield server.http_url
+    return serve(*models, rewards=[total]).http_url
 
 
 @pytest.mark.parametrize("conversations", [False, True], ids=["plain", "conversations"])
@@ -61,23 +57,14 @@ def test_trainer_logs_the_servers_rewards_and_leaves_failed_samples_out(
         model=AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32),
         reward_funcs=[make(url, model, name="judge"), record],
         args=getattr(trl, f"{form.upper()}Config")(
-            output_dir=str(tmp_path),
-            max_steps=STEPS,
-            num_generations=GENERATIONS,
-            per_device_train_batch_size=len(PROMPTS) * GENERATIONS,
-            max_completion_length=8,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=1,
+            output_dir=str(tmp_path), max_steps=STEPS, num_generations=GENERATIONS,
+            per_device_train_batch_size=len(PROMPTS) * GENERATIONS, max_completion_length=8,
+            gradient_checkpointing=False, bf16=False, use_cpu=True, logging_steps=1, save_strategy="no",
+            report_to="none", disable_tqdm=True, seed=1,
         ),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(policy, padding_side="left"),
-    )
+    )  # fmt: skip
     trainer.train()
     logs = [line for line in trainer.state.log_history if "reward" in line]
     assert len(logs) == len(seen) == STEPS

@@ -23,7 +23,6 @@ from client import pytriton_server
 from client.echo_server import EchoProcess
 from guerdon.adapters import trlx
 from guerdon.adapters.trlx import create_reward_fn
-from guerdon.assembly import build_service
 from guerdon.client import RewardClient
 from guerdon.errors import (
     ConfigError,
@@ -88,8 +87,7 @@ def test_rewards_are_those_at_the_first_eos(where: str, folder: Path) -> None:
         assert reward_fn(SAMPLES) == pytest.approx(at_first_eos(folder, SAMPLES), abs=2e-5)
         reward_fn.close()
         return
-    config = ServerConfig(port=0, grpc_port=0, models=[ModelConfig(model=str(folder))])
-    with RunningServer(build_service(config), config, grace_s=0) as server:
+    with served.running(ModelConfig(model=str(folder)), grpc_port=0, grace_s=0) as server:
         assert server.grpc_url is not None
         host = server.grpc_url.removeprefix("grpc://") + "/reward_model"
         reward_fn = create_reward_fn(triton_host=host, tokenizer=str(folder), batch_size=3)
@@ -152,8 +150,7 @@ def test_without_arguments_it_is_that_of_trlxs_example(
 
 def test_a_tokenizer_that_is_not_the_served_models_is_refused(folder: Path, tmp_path: Path) -> None:
     chats.save("chatml", tmp_path / "other")
-    config = ServerConfig(port=0, grpc_port=0, models=[ModelConfig(model=str(folder))])
-    with RunningServer(build_service(config), config, grace_s=0) as server:
+    with served.running(ModelConfig(model=str(folder)), grpc_port=0, grace_s=0) as server:
         assert server.grpc_url is not None
         host = server.grpc_url.removeprefix("grpc://") + "/reward_model"
         reward_fn: Any = create_reward_fn(triton_host=host, tokenizer=str(tmp_path / "other"))

@@ -1,9 +1,10 @@
-"""verl's reward functions, with the arguments that verl calls them with."""
+"""verl's reward functions and its client of a teacher, with the arguments that verl calls them with."""
 
 import asyncio
 import inspect
-from collections.abc import Iterator
+import pickle
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-import served
+import zoo
 from guerdon import RewardClient
 from guerdon.adapters.verl import RewardManager, compute_score, compute_score_async
+from guerdon.adapters.verl_teacher import TeacherServerClient
 from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
+from guerdon.server.runtime import RunningServer
+from guerdon.settings.config import TeacherConfig
+from served import Serve
+from teaching import plain
 
 QUESTION = [
     {"role": "user", "content": "Be brief."},
@@ -24,9 +30,8 @@ QUESTION = [
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served.sums(tmp_path_factory.mktemp("sums")) as server:
-        yield server.http_url
+def url(sums: RunningServer) -> str:
+    return sums.http_url
 
 
 def ask(function: Any, response: str, extra_info: dict[str, Any], label: Any = None) -> dict[str, float]:
@@ -184,3 +189,54 @@ def test_the_manager_raises_for_what_has_no_score(url: str) -> None:
 def test_wrong_settings_of_the_manager_are_refused_when_it_is_made(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         manager(**settings)
+
+
+ROW = zoo.rows()[0].tolist()
+NEAR: Any = {"rtol": 1e-6, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.language_model("llama", tmp_path_factory.mktemp("verl") / "teacher")
+
+
+@pytest.fixture(scope="module")
+def teacher_url(folder: Path, serve: Serve) -> str:
+    models: list[Any] = [TeacherConfig(model=str(folder), name="maths", max_top_k=5)]
+    return f"{serve(*models).http_url}?model=maths"
+
+
+def teacher_ask(url: str, k: int, **media: Any) -> dict[str, np.ndarray]:
+    """Returns what verl reads, of a client that Ray has pickled."""
+    teacher = pickle.loads(pickle.dumps(TeacherServerClient(url)))  # noqa: S301 - our own
+    params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k}
+    media = {"image_data": None, "video_data": None, "audio_data": None, "mm_processor_kwargs": None} | media
+    return asyncio.run(teacher.generate(request_id="r", prompt_ids=ROW, sampling_params=params, **media)).extra_fields
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_rows_are_about_the_next_token_and_the_last_is_empty(k: int, teacher_url: str, folder: Path) -> None:
+    found = teacher_ask(teacher_url, k)
+    ids, logprobs = found["prompt_ids"], found["prompt_logprobs"]
+    assert ids.shape == logprobs.shape == (len(ROW), max(k, 1)) and not ids[-1].any() and not logprobs[-1].any()
+    (logits,) = plain(folder, [np.array(ROW)])
+    table = torch.log_softmax(logits, -1).numpy()[:-1]
+    expected = np.argsort(-table, 1, kind="stable")[:, :k] if k else np.array(ROW[1:])[:, None]
+    np.testing.assert_array_equal(ids[:-1], expected)
+    np.testing.assert_allclose(logprobs[:-1], np.take_along_axis(table, expected, 1), **NEAR)
+
+
+def test_what_a_served_teacher_cannot_do_is_refused(teacher_url: str) -> None:
+    with pytest.raises(InvalidRequest, match="this sample has images, video or audio"):
+        teacher_ask(teacher_url, 0, image_data=["image"])
+    with pytest.raises(InvalidRequest, match="top_k is 6; it must be from 0 to 5"):
+        teacher_ask(teacher_url, 6)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("Qwen/Qwen3-8B", "a teacher's model_path is 'Qwen/Qwen3-8B'"), ("http://a:1?modle=b", "unknown key in")],
+)
+def test_a_wrong_address_is_told_before_the_run(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TeacherServerClient(path)

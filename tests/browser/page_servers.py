@@ -14,9 +14,7 @@ import httpx
 import numpy as np
 
 import served
-from guerdon.assembly import build_service
 from guerdon.client import RewardClient
-from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
 
 MARKUP = '<img src=x onerror="window.wasRun = true"><script>window.wasRun = true</script><b>bold</b>'
@@ -44,12 +42,6 @@ def fair(texts: list[str]) -> list[float]:
 def broken(texts: list[str]) -> list[float]:
     """A function that has a mistake."""
     return [float("nan") if BREAKS in text else 1.0 for text in texts]
-
-
-@contextmanager
-def running(config: ServerConfig) -> Iterator[RunningServer]:
-    with RunningServer(build_service(config), config) as server:
-        yield server
 
 
 def settings(folder: Path | None, **others: Any) -> ServerConfig:

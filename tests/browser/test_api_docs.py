@@ -5,23 +5,21 @@ from typing import Any
 
 import pytest
 
+import served
 from browser.conftest import PHONE, WIDE, comes
 from browser.page_servers import under_a_prefix
-from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ServerConfig
+from served import Serve
 from server.echo_service import EchoService
 
 KEY = "a-key-long-enough-for-the-server"
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def keyed(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> str:
     path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text(f"score somebody {KEY}\n")
     path.chmod(0o600)
-    config = ServerConfig(port=0, grpc_port=None, api_keys_file=str(path))
-    with RunningServer(EchoService(config), config) as server:
-        yield server.http_url
+    return serve(api_keys_file=str(path), build=EchoService).http_url
 
 
 @pytest.fixture
@@ -81,8 +79,7 @@ def test_it_shows_each_path_once_fits_and_sends_the_key_that_authorize_was_given
 
 @pytest.mark.slow
 def test_behind_a_proxys_prefix_requests_go_there(open_docs: Any) -> None:
-    config = ServerConfig(port=0, grpc_port=None)
-    with RunningServer(EchoService(config), config) as server, under_a_prefix(server.http_url, "/rm") as url:
+    with served.running(build=EchoService) as server, under_a_prefix(server.http_url, "/rm") as url:
         page = open_docs(url.rstrip("/"))
         block = open_operation(page, "/v2")
         with page.expect_request(f"{url}v2") as sent:

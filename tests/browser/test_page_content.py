@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import served
 from browser.conftest import PHONE, WIDE, Visit, alter, ask_again, comes, until
-from browser.page_servers import BREAKS, MARKUP, critic_settings, load, running, settings, total, train_rows
+from browser.page_servers import BREAKS, MARKUP, critic_settings, load, settings, total, train_rows
 from guerdon.client import CriticClient, RewardClient
 from guerdon.server.runtime import RunningServer
 
@@ -20,14 +21,14 @@ MODELS = ("reward_model", "longwinded", "fair")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of a small checkpoint and of functions under a live load, which keeps samples."""
     config = settings(tmp_path_factory.mktemp("page"), dashboard_samples=True, rewards=[total()])
-    with running(config) as server, load(server.http_url, *MODELS):
+    with served.running(config=config) as server, load(server.http_url, *MODELS):
         yield server.http_url
 
 
 @pytest.fixture(scope="module")
 def lone_critic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A critic without a reward model that went back to a checkpoint: its steps are 1, 2, 3, 4 and 3."""
-    with running(critic_settings(tmp_path_factory.mktemp("lone"), is_alone=True)) as server:
+    with served.running(config=critic_settings(tmp_path_factory.mktemp("lone"), is_alone=True)) as server:
         with CriticClient(server.http_url) as client:
             for i in range(5):
                 if i == 2:
@@ -43,10 +44,10 @@ def lone_critic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def critic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A critic that was trained for three requests, and restarted after two of them."""
     config = critic_settings(tmp_path_factory.mktemp("critic"))
-    with running(config) as server, CriticClient(server.http_url) as client:
+    with served.running(config=config) as server, CriticClient(server.http_url) as client:
         for i in range(2):
             client.train(**train_rows(np.random.default_rng(i), 4)).result()
-    with running(config) as server:
+    with served.running(config=config) as server:
         with CriticClient(server.http_url) as client:
             client.train(**train_rows(np.random.default_rng(2), 4)).result()
             client.save()

@@ -10,11 +10,11 @@ import judged
 import served
 import zoo
 from browser.conftest import PHONE, WIDE, Visit, ask_again, comes
-from browser.page_servers import BREAKS, running
+from browser.page_servers import BREAKS
 from guerdon.client import RewardClient
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.chat_judges import ChatJudgeConfig, ParseConfig
-from guerdon.settings.config import ComponentConfig, JudgeConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.settings.config import ComponentConfig, JudgeConfig, ModelConfig, RewardConfig
 from stand_in_judge import KEY, MODEL, stand_in
 
 LONG = " word" * 400
@@ -46,7 +46,7 @@ def server(tmp_path: Path) -> Iterator[RunningServer]:
             ),
         ]  # fmt: skip
         total = RewardConfig(name="total", components=[ComponentConfig("broken")])
-        with running(ServerConfig(port=0, grpc_port=None, models=models, rewards=[total])) as running_server:
+        with served.running(*models, rewards=[total]) as running_server:
             yield running_server
 
 

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from browser.page_servers import running, settings
+import served
+from browser.page_servers import settings
 
 
 @pytest.fixture(scope="module")
 def page(chromium: Any) -> Iterator[Any]:
-    with running(settings(None)) as server:
+    with served.running(config=settings(None)) as server:
         opened = chromium.new_page()
         opened.goto(server.http_url)
         yield opened

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import judged
+import served
 import zoo
 from browser.conftest import PHONE, WIDE, Visit, ask_again, comes
-from browser.page_servers import running
 from guerdon.client import RewardClient, TeacherClient
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.chat_judges import BudgetConfig, ChatJudgeConfig, ParseConfig
-from guerdon.settings.config import JudgeConfig, ServerConfig, TeacherConfig
+from guerdon.settings.config import JudgeConfig, TeacherConfig
 from stand_in_judge import KEY, MODEL, stand_in
 
 
@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         rubric = judged.write(folder, judged.COMPARING)
         pairs = JudgeConfig(model=model, name="pairs", rubric=rubric, max_other_mass=1.0)
         models = [TeacherConfig(model=model), pairs, careful]
-        with running(ServerConfig(port=0, grpc_port=None, models=models)) as server:
+        with served.running(*models) as server:
             yield server
 
 

@@ -15,9 +15,10 @@ import httpx
 import pytest
 
 import judged
+import served
 import zoo
 from browser.conftest import PHONE, WIDE, Visit, alter, ask_again, comes, leave, until
-from browser.page_servers import BREAKS, critic_settings, running, settings, texts, total
+from browser.page_servers import BREAKS, critic_settings, settings, texts, total
 from guerdon.client import RewardClient, TeacherClient
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import JudgeConfig, TeacherConfig
@@ -35,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     for name in ("judge", "strict"):
         judge = JudgeConfig(model=model, name=name, rubric=judged.write(folder), max_other_mass=1.0)
         config.models.append(judge)
-    with running(config) as server:
+    with served.running(config=config) as server:
         with RewardClient(server.http_url, model="total") as client:
             client.score(texts=[f"{i} " + "<" * (i % 4) for i in range(200)])
         yield server
@@ -100,7 +101,7 @@ def test_the_lines_of_an_idle_model_ask_it(model: str, server: RunningServer, vi
 
 
 def test_a_critics_lines_ask_it(tmp_path: Path, visit: Visit) -> None:
-    with running(critic_settings(tmp_path, is_alone=True)) as server:
+    with served.running(config=critic_settings(tmp_path, is_alone=True)) as server:
         page = visit(server.http_url)
         told = lines(page)
         assert len(run_curl(told["curl"])["outputs"]) >= 1
@@ -127,7 +128,7 @@ def test_the_panel_is_used_by_the_keyboard_and_goes_with_the_first_request(serve
 
 
 def test_lines_for_a_server_with_keys_take_them_from_the_environment(tmp_path: Path, visit: Visit) -> None:
-    with running(keyed(tmp_path, grpc_port=None, models=settings(None).models)) as server:
+    with served.running(config=keyed(tmp_path, grpc_port=None, models=settings(None).models)) as server:
         page = visit(f"{server.http_url}/?model=fair", http_credentials={"username": "x", "password": KEYS["score"]})
         told = lines(page)
         assert "GUERDON_API_KEY" in page.locator("#connect .aside").inner_text()

@@ -2,7 +2,6 @@
 
 import re
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import pytest
 
 import served
 from browser.conftest import PHONE, WIDE, Visit, alter, ask_again, comes, leave, until
-from browser.page_servers import running, settings, under_a_prefix
+from browser.page_servers import settings, under_a_prefix
 from guerdon.settings.config import ModelConfig
+from served import Serve
 from server.keys import KEYS, keyed
 
 NO_ANSWER = ("Failed to load resource",)
@@ -21,10 +21,9 @@ NO_ANSWER = ("Failed to load resource",)
 
 
 @pytest.fixture(scope="module")
-def idle() -> Iterator[str]:
+def idle(serve: Serve) -> str:
     """A server that nobody asks."""
-    with running(settings(None)) as server:
-        yield server.http_url
+    return serve(config=settings(None)).http_url
 
 
 def forward(page: Any, seconds: int) -> None:
@@ -69,7 +68,7 @@ LONG_NAME = "a_reward_model_with_a_rather_long_name_of_which_nothing_may_be_hidd
 def test_nothing_is_written_under_a_pill(size: tuple[int, int], visit: Visit) -> None:
     config = settings(None)
     config.models = [ModelConfig(model="browser.page_servers:fair", name=name) for name in ("short", LONG_NAME)]
-    with running(config) as server:
+    with served.running(config=config) as server:
         page = visit(server.http_url, size=size)
         page.wait_for_selector(f"#models :text('{LONG_NAME}')")
         under = page.evaluate(
@@ -111,7 +110,7 @@ def test_it_says_that_it_asks_until_the_first_answer(idle: str, visit: Visit) ->
 
 def test_a_server_that_stops_and_comes_back(visit: Visit) -> None:
     config = settings(None, port=served.free_port())
-    with running(config) as server:
+    with served.running(config=config) as server:
         page = visit(server.http_url, prepare=with_a_clock, in_own_tab=True, expected=NO_ANSWER)
         assert not page.locator("#notice").is_visible()
         hold_the_clock(page)
@@ -136,7 +135,7 @@ def test_a_server_that_stops_and_comes_back(visit: Visit) -> None:
     assert page.evaluate("document.querySelector('#notice').getBoundingClientRect().top") >= 0, (
         "seen wherever one reads"
     )
-    with running(config):
+    with served.running(config=config):
         page.click("text=Try again")
         page.wait_for_selector("body[data-state=live]")
         assert not page.locator("#notice").is_visible()
@@ -191,11 +190,11 @@ def test_a_notice_covers_nothing_of_the_bar_and_stays_in_sight(size: tuple[int, 
 
 def test_the_page_asks_for_a_key_if_the_server_has_keys(tmp_path: Path, visit: Visit) -> None:
     plain = settings(None, port=served.free_port())
-    with running(plain) as server:
+    with served.running(config=plain) as server:
         # A browser asks its user first; this one has been given a key that is none here.
         wrong = {"username": "x", "password": "of another server"}
         page = visit(server.http_url, prepare=with_a_clock, in_own_tab=True, expected=NO_ANSWER, http_credentials=wrong)
-    with running(keyed(tmp_path, port=plain.port, grpc_port=None, models=plain.models)):
+    with served.running(config=keyed(tmp_path, port=plain.port, grpc_port=None, models=plain.models)):
         forward(page, 4)
         page.wait_for_selector("body[data-state=refused]")
         assert "asks for a key" in page.locator("#notice").inner_text()
@@ -205,7 +204,7 @@ def test_the_page_asks_for_a_key_if_the_server_has_keys(tmp_path: Path, visit: V
 @pytest.mark.parametrize("role", ["score", "admin"])
 def test_the_browsers_own_question_for_a_key_opens_the_page(role: str, tmp_path: Path, visit: Visit) -> None:
     config = keyed(tmp_path, grpc_port=None, models=settings(None).models, dashboard_samples=True)
-    with running(config) as server:
+    with served.running(config=config) as server:
         assert httpx.get(server.http_url).status_code == 401
         page = visit(server.http_url, http_credentials={"username": "x", "password": KEYS[role]})
         if role == "admin":
@@ -310,7 +309,7 @@ def test_the_theme_is_the_systems_until_one_is_chosen(idle: str, visit: Visit) -
 
 
 def test_a_server_with_its_page_turned_off_has_none() -> None:
-    with running(settings(None, dashboard=False)) as server:
+    with served.running(config=settings(None, dashboard=False)) as server:
         assert httpx.get(server.http_url).status_code == 404
 
 

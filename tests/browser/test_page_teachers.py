@@ -1,6 +1,5 @@
 """What the page shows of teachers: their traffic, and in Try it each token's log-prob and what was likelier."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +8,16 @@ import pytest
 import served
 import zoo
 from browser.conftest import PHONE, Visit, comes
-from browser.page_servers import running
 from guerdon.client import TeacherClient
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
+from guerdon.settings.config import ModelConfig, TeacherConfig
+from served import Serve
 
 PROMPT, RESPONSE = "in the thing", " on a"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> RunningServer:
     """A teacher with a tokenizer and one without, beside a reward model."""
     folder: Path = tmp_path_factory.mktemp("teachers")
     models: list[Any] = [
@@ -26,8 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         TeacherConfig(model=str(zoo.language_model("llama", folder / "bare")), name="bare"),
         ModelConfig(model=str(served.reward_model(folder / "rm"))),
     ]
-    with running(ServerConfig(port=0, grpc_port=None, models=models)) as server:
-        yield server
+    return serve(*models)
 
 
 def score(page: Any) -> None:

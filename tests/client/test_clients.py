@@ -23,6 +23,7 @@ from guerdon.errors import Cancelled, DeadlineExceeded, GuerdonError, InvalidReq
 from guerdon.local import LocalRewardModel
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
+from served import Serve
 from server.echo_service import BUSY_TOKEN, NAN_TOKEN, SLOW_TOKEN, EchoService, reward_of
 from server.helpers import wait_until
 
@@ -67,11 +68,10 @@ class ScriptedService(EchoService):
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[tuple[ScriptedService, RunningServer]]:
+def running(serve: Serve) -> tuple[ScriptedService, RunningServer]:
     service = ScriptedService()
     service.scorer.slow_s = 0.2
-    with RunningServer(service, ServerConfig(port=0, grpc_port=0), grace_s=0.1) as server:
-        yield service, server
+    return service, serve(grpc_port=0, build=lambda _: service, grace_s=0.1)
 
 
 @pytest.fixture

@@ -3,14 +3,17 @@
 import asyncio
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
@@ -20,12 +23,16 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 import certificates
+import served
 from certificates import Certificates
+from client.open_sockets import open_sockets
 from guerdon.client import AsyncCriticClient, AsyncRewardClient, Credentials, CriticClient, RetryPolicy, RewardClient
 from guerdon.client.addresses import Address, addresses
+from guerdon.client.http_transport import _proxy
 from guerdon.errors import ConfigError, Forbidden, InvalidRequest, Unauthenticated, Unreachable
 from guerdon.server.runtime import RunningServer
 from processes import by_itself, end_of_child, environment
+from served import Serve
 from server.arithmetic_critic import ArithmeticService
 from server.echo_service import EchoService
 from server.keys import SCORE, TRAIN, keyed
@@ -41,10 +48,9 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def running(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> RunningServer:
     config = keyed(tmp_path_factory.mktemp("keyed"))
-    with RunningServer(EchoService(config), config) as server:
-        yield server
+    return serve(config=config, build=EchoService)
 
 
 @pytest.fixture(params=["http", "grpc"])
@@ -135,7 +141,7 @@ def test_tls_and_mutual_tls(is_mutual: bool, tmp_path: Path) -> None:
         known = replace(known, cert_file=files.client_cert, key_file=files.client_key)
     (tmp_path / "other").mkdir()
     others = certificates.made(tmp_path / "other")
-    with RunningServer(EchoService(config), config) as server:
+    with served.running(config=config, build=EchoService) as server:
         for url in (server.http_url, str(server.grpc_url)):
             assert url.startswith(("https://", "grpcs://"))
             assert score(url, known) == [6.0]
@@ -168,7 +174,7 @@ def test_a_server_without_tls_is_reported_at_once(running: RunningServer) -> Non
 def test_a_servers_certificate_for_another_name_is_said_at_once(tmp_path: Path) -> None:
     files = certificates.made(tmp_path, "elsewhere.example.com")
     config = keyed(tmp_path, tls_cert=files.cert, tls_key=files.key)
-    with RunningServer(EchoService(config), config) as server:
+    with served.running(config=config, build=EchoService) as server:
         for url in (server.http_url, str(server.grpc_url)):
             _check_refused(url, [Credentials(SCORE, ca_file=files.ca)])
 
@@ -176,7 +182,7 @@ def test_a_servers_certificate_for_another_name_is_said_at_once(tmp_path: Path) 
 def test_plain_http_to_a_tls_port_raises_and_names_the_scheme(tmp_path: Path) -> None:
     files = certificates.made(tmp_path)
     config = keyed(tmp_path, tls_cert=files.cert, tls_key=files.key)
-    with RunningServer(EchoService(config), config) as server:
+    with served.running(config=config, build=EchoService) as server:
         for url, right in ((server.http_url, "https"), (str(server.grpc_url), "grpcs")):
             plain = RetryPolicy(timeout_s=10, tries=1)
             with (
@@ -255,3 +261,65 @@ def test_nothing_that_is_said_of_a_server_shows_its_key() -> None:
                 client.score(texts=["a"])
             assert "127.0.0.1:1" in str(caught.value)
             assert SECRET not in str(caught.value)
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """A socket that HTTP_PROXY names."""
+    for name in ("http_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(30.0)
+        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{listening.getsockname()[1]}")
+        yield listening
+
+
+def test_http_calls_go_through_the_proxy_of_the_environment(proxy: socket.socket) -> None:
+    with ThreadPoolExecutor(1) as thread:
+
+        def answer() -> bytes:
+            connection, _ = proxy.accept()
+            with connection:
+                request = connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            return request
+
+        request = thread.submit(answer)
+        with RewardClient("http://model.test:8000") as client:
+            client.wait_ready(10.0)
+        assert request.result(10.0).startswith(b"GET http://model.test:8000/v2/models/reward_model/ready ")
+
+
+@pytest.mark.parametrize(
+    ("url", "excluded", "is_bypassed"),
+    [
+        ("http://model.test:8000", "model.test", True),
+        ("http://model.test:8000", "other.test, .test", True),
+        ("http://model.test:8000", "model.test:8000", True),
+        ("http://model.test:8000", "model.test:8001", False),
+        ("http://model.test:8000", "odel.test", False),
+        ("http://10.0.0.1:8000", "10.0.0.1", True),
+        ("http://10.0.0.1:8000", "10.0.0.1:8000", True),
+        ("http://[::1]:8000", "::1", True),
+        ("http://model.test:8000", "*", True),
+    ],
+)
+def test_no_proxy_excludes_hosts_and_ports(
+    proxy: socket.socket, monkeypatch: pytest.MonkeyPatch, url: str, excluded: str, is_bypassed: bool
+) -> None:
+    monkeypatch.setenv("NO_PROXY", excluded)
+    assert (_proxy(httpx.URL(url), None) is None) == is_bypassed
+
+
+def test_a_proxys_host_that_vanishes_is_noticed_by_the_kernel(proxy: socket.socket) -> None:
+    with RewardClient("http://model.test:8000") as client:
+        future = client._submit(client._caller.describe("m"))
+        connection, _ = proxy.accept()
+        with connection:
+            assert connection.recv(1)  # it is connected, and has its options
+            (opened,) = [s for s in open_sockets() if s.getpeername() == proxy.getsockname()]
+            with opened:
+                assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                if hasattr(socket, "TCP_USER_TIMEOUT"):
+                    assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 180_000
+        future.cancel()

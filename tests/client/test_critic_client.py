@@ -24,7 +24,6 @@ from client.echo_server import ENV
 from client.open_sockets import open_sockets
 from guerdon.client import AsyncCriticClient, CriticClient, RetryPolicy
 from guerdon.core import ScoreReply, ScoreRequest
-from guerdon.critic_core import TrainRequest
 from guerdon.errors import (
     Cancelled,
     GuerdonError,
@@ -39,7 +38,7 @@ from guerdon.errors import (
 )
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
-from server.arithmetic_critic import FAIL_TOKEN, SLOW_TOKEN, WAIT_TOKEN, ArithmeticService, after, request
+from server.arithmetic_critic import FAIL_TOKEN, SLOW_TOKEN, WAIT_TOKEN, ArithmeticService, after, arrays_of, request
 
 
 class ScriptedService(ArithmeticService):
@@ -83,11 +82,6 @@ def url(request: pytest.FixtureRequest, server: RunningServer) -> str:
 
 
 QUICK = RetryPolicy(backoff_s=0.02, max_backoff_s=0.1, tries=1000, timeout_s=60.0)
-
-
-def rows(asked: TrainRequest) -> dict[str, Any]:
-    """The arguments of `train` for this request."""
-    return {name: getattr(asked, name) for name in ("tokens", "returns", "prev_values", "mask")}
 
 
 def weight_of(client: CriticClient) -> float:
@@ -165,7 +159,7 @@ def test_an_unknown_critic_is_named(url: str) -> None:
 def test_training_is_reported_and_seen_by_the_next_values(url: str) -> None:
     asked = request("", 4.0, 2.0, 1.0)
     with CriticClient(url) as client:
-        future = client.train(**rows(asked))
+        future = client.train(**arrays_of(asked))
         assert weight_of(client) == after([asked], 2) == (0.5 + 6) / 2 + 1
         report = future.result()
         assert report.id == future.train_id
@@ -186,7 +180,7 @@ def test_arrays_changed_after_the_call_are_not_trained_on(url: str, service: Scr
     service.script["critic_train"] = [Unavailable("not yet")] * 3
     asked = request("", 4.0)
     with CriticClient(url, policy=QUICK) as client:
-        future = client.train(**rows(asked))
+        future = client.train(**arrays_of(asked))
         asked.returns[:] = 100.0
         future.result()
         assert weight_of(client) == 4.5
@@ -195,13 +189,13 @@ def test_arrays_changed_after_the_call_are_not_trained_on(url: str, service: Scr
 def test_a_known_id_is_answered_as_the_first_time(url: str) -> None:
     asked = request("", 4.0)
     with CriticClient(url) as client, CriticClient(url) as other:
-        first = client.train(**rows(asked), train_id="mine").result()
-        client.train(**rows(asked)).result()
-        again = other.train(**rows(asked), train_id="mine").result()
+        first = client.train(**arrays_of(asked), train_id="mine").result()
+        client.train(**arrays_of(asked)).result()
+        again = other.train(**arrays_of(asked), train_id="mine").result()
         assert (again.id, again.step) == (first.id, first.step) == ("mine", 1)
         assert client.state().step == 2
         with pytest.raises(InvalidRequest, match="mine"):
-            other.train(**rows(request("", 5.0)), train_id="mine").result()
+            other.train(**arrays_of(request("", 5.0)), train_id="mine").result()
 
 
 def test_the_order_of_the_calls_is_the_order_at_the_server(url: str, service: ScriptedService) -> None:
@@ -216,7 +210,7 @@ def test_the_order_of_the_calls_is_the_order_at_the_server(url: str, service: Sc
             if rng.random() < 0.25:
                 asked = request("", float(rng.randrange(8)))
                 weight = after([asked], weight=weight)
-                client.train(**rows(asked))
+                client.train(**arrays_of(asked))
             else:
                 found.append((weight, client.submit(tokens=[[1]])))
         for expected, future in found:
@@ -228,7 +222,7 @@ def test_values_under_way_are_not_those_of_a_later_train(url: str, service: Scri
     service.script["critic_infer"] = [Unavailable("not yet")] * 5
     with CriticClient(url, policy=QUICK) as client:
         before = client.submit(tokens=[[1]])
-        client.train(**rows(request("", 4.0)))
+        client.train(**arrays_of(request("", 4.0)))
         assert client.submit(tokens=[[1]]).result().values[0][0] == 4.5
         assert before.result().values[0][0] == 1.0
 
@@ -236,7 +230,7 @@ def test_values_under_way_are_not_those_of_a_later_train(url: str, service: Scri
 def test_validation_changes_nothing_and_goes_beside_values(url: str) -> None:
     asked = request("", 4.0, 2.0)
     with CriticClient(url) as client:
-        report = client.validate(**rows(asked))
+        report = client.validate(**arrays_of(asked))
         assert (report.loss, report.num_steps, report.step) == (1.0, 1, 0)
         assert weight_of(client) == 1.0
 
@@ -246,7 +240,7 @@ def test_an_error_of_the_critic_names_row_and_column(url: str) -> None:
     asked.returns[1, 1] = np.nan
     with CriticClient(url) as client:
         with pytest.raises(InvalidRequest, match="returns is nan in row 1, column 1"):
-            client.train(**rows(asked)).result()
+            client.train(**arrays_of(asked)).result()
         with pytest.raises(InvalidRequest, match="one row of two tokens"):
             client.validate([[1]], [[]], [[]], [[]])
         assert client.state().step == 0
@@ -256,7 +250,7 @@ def test_an_error_of_the_critic_names_row_and_column(url: str) -> None:
 
 
 def test_an_error_that_nobody_looked_at_is_raised_by_the_next_call(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    failing = rows(request("", 4.0, first_token=FAIL_TOKEN))
+    failing = arrays_of(request("", 4.0, first_token=FAIL_TOKEN))
     with CriticClient(url) as client:
         future = client.train(**failing, train_id="lost")
         with pytest.raises(TimeoutError):
@@ -264,7 +258,7 @@ def test_an_error_that_nobody_looked_at_is_raised_by_the_next_call(url: str, cap
         wait([future])  # which is no look either
         assert "train request lost failed: global batch 0 failed" in caplog.text
         with pytest.raises(TrainFailed, match="global batch 0 failed") as raised:
-            client.train(**rows(request("", 1.0)))
+            client.train(**arrays_of(request("", 1.0)))
         assert any("train request lost had failed" in note for note in raised.value.__notes__)
         assert client.state().step == 0  # raised once, and the call that raised was not made
         with pytest.raises(TrainFailed):
@@ -274,7 +268,7 @@ def test_an_error_that_nobody_looked_at_is_raised_by_the_next_call(url: str, cap
 @pytest.mark.parametrize("look", ["result", "exception", "as_completed", "callback", "waiting"])
 def test_an_error_that_somebody_looked_at_is_raised_there_alone(url: str, look: str, service: ScriptedService) -> None:
     with CriticClient(url) as client:
-        asked = rows(request("", 4.0, 4.0, 4.0, first_token=WAIT_TOKEN))
+        asked = arrays_of(request("", 4.0, 4.0, 4.0, first_token=WAIT_TOKEN))
         asked["tokens"][2, 0] = FAIL_TOKEN
         future = client.train(**asked)
         seen: list[BaseException | None] = []
@@ -298,7 +292,7 @@ def test_an_error_that_somebody_looked_at_is_raised_there_alone(url: str, look: 
 
 
 def test_each_of_several_errors_is_raised(url: str) -> None:
-    failing = rows(request("", 4.0, first_token=FAIL_TOKEN))
+    failing = arrays_of(request("", 4.0, first_token=FAIL_TOKEN))
     with CriticClient(url) as client:
         futures = [client.train(**failing) for _ in range(2)]
         wait(futures)
@@ -312,7 +306,7 @@ def test_a_full_disk_is_an_error_of_its_own(url: str, service: ScriptedService) 
     service.script["critic_train"] = [StorageFailed("the disk is full")]
     with CriticClient(url) as client:
         with pytest.raises(StorageFailed, match="the disk is full"):
-            client.train(**rows(request("", 4.0))).result()
+            client.train(**arrays_of(request("", 4.0))).result()
         assert service.num_calls == 1
 
 
@@ -321,11 +315,11 @@ def test_a_full_disk_is_an_error_of_its_own(url: str, service: ScriptedService) 
 
 def test_saving_and_going_back(url: str) -> None:
     with CriticClient(url) as client:
-        client.train(**rows(request("", 4.0)))
+        client.train(**arrays_of(request("", 4.0)))
         first = client.save({"kl": 0.25})
         assert first is not None
         assert (first.step, first.metrics["kl"], first.weights_version) == (1, 0.25, "1+1")
-        client.train(**rows(request("", 4.0)))
+        client.train(**arrays_of(request("", 4.0)))
         state = client.state()
         assert (state.step, state.num_unsaved, state.is_durable, state.is_offloaded) == (2, 1, True, False)
         assert [info.name for info in state.checkpoints] == [first.name]
@@ -335,7 +329,7 @@ def test_saving_and_going_back(url: str) -> None:
         assert weight_of(client) == 4.5
         with pytest.raises(InvalidRequest, match="nonsense"):
             client.load("nonsense")
-        client.train(**rows(request("", 4.0)))
+        client.train(**arrays_of(request("", 4.0)))
         client.load()
         assert client.state().step == 1
 
@@ -343,7 +337,7 @@ def test_saving_and_going_back(url: str) -> None:
 def test_values_under_way_are_not_those_of_a_checkpoint_loaded_later(url: str, service: ScriptedService) -> None:
     with CriticClient(url, policy=QUICK) as client:
         client.save()
-        client.train(**rows(request("", 4.0))).result()
+        client.train(**arrays_of(request("", 4.0))).result()
         service.script["critic_infer"] = [Unavailable("not yet")] * 5
         before = client.submit(tokens=[[1]])
         client.load()
@@ -358,7 +352,7 @@ def test_an_offloaded_critic_refuses_at_once(url: str, service: ScriptedService)
         with pytest.raises(Offloaded):
             client.infer(tokens=[[1]])
         with pytest.raises(Offloaded):
-            client.train(**rows(request("", 4.0))).result()
+            client.train(**arrays_of(request("", 4.0))).result()
         client.onload()
         assert weight_of(client) == 1.0
 
@@ -373,7 +367,7 @@ def test_a_killed_server_loses_nothing_and_trains_on_nothing_twice(kind: str, tm
     try:
         with CriticClient(process.http_url if kind == "http" else process.grpc_url, policy=QUICK) as client:
             client.wait_ready(60.0)
-            futures = [client.train(**rows(asked)) for asked in all_asked]
+            futures = [client.train(**arrays_of(asked)) for asked in all_asked]
             last = client.submit(tokens=[[1]])
             for i in (3, 7):  # a slow one
                 wait_until(futures[i - 1].done)
@@ -391,7 +385,7 @@ def test_an_address_that_never_answered_fails_at_once() -> None:
         with pytest.raises(Unreachable, match="is the server running there"):
             client.infer(tokens=[[1]])
         with pytest.raises(Unreachable):
-            client.train(**rows(request("", 4.0))).result()
+            client.train(**arrays_of(request("", 4.0))).result()
 
 
 async def test_a_host_that_vanishes_is_noticed_by_the_kernel(server: RunningServer) -> None:
@@ -415,10 +409,10 @@ async def test_a_host_that_vanishes_is_noticed_by_the_kernel(server: RunningServ
 
 def test_a_cancelled_call_is_not_sent_and_delays_nobody(url: str, service: ScriptedService) -> None:
     with CriticClient(url) as client:
-        first = client.train(**rows(request("", 4.0, first_token=WAIT_TOKEN)))
+        first = client.train(**arrays_of(request("", 4.0, first_token=WAIT_TOKEN)))
         wait_until(lambda: service.trainer.trained)
-        second, scores = client.train(**rows(request("", 4.0))), client.submit(tokens=[[1]])
-        third = client.train(**rows(request("", 2.0)))
+        second, scores = client.train(**arrays_of(request("", 4.0))), client.submit(tokens=[[1]])
+        third = client.train(**arrays_of(request("", 2.0)))
         assert not first.cancel()
         assert second.cancel()
         assert scores.cancel()
@@ -434,8 +428,8 @@ def test_closing_ends_every_future_at_once(
     client = CriticClient(url, max_in_flight=2)
     values = [client.submit(tokens=[[1]]) for _ in range(3)]
     wait(values)
-    futures = [client.train(**rows(request("", 4.0, first_token=WAIT_TOKEN)))]
-    futures += [client.train(**rows(request("", 4.0))) for _ in range(1500)]
+    futures = [client.train(**arrays_of(request("", 4.0, first_token=WAIT_TOKEN)))]
+    futures += [client.train(**arrays_of(request("", 4.0))) for _ in range(1500)]
     wait_until(lambda: service.trainer.trained)
     assert futures[5].cancel()
     client.close()
@@ -447,12 +441,12 @@ def test_closing_ends_every_future_at_once(
     with pytest.raises(Cancelled):
         client.infer(tokens=[[1]])
     with pytest.raises(Cancelled):
-        client.train(**rows(request("", 4.0)))
+        client.train(**arrays_of(request("", 4.0)))
 
 
 def test_a_future_keeps_its_client_alive(url: str, service: ScriptedService, young_objects: None) -> None:
     client = CriticClient(url)
-    client.train(**rows(request("", 4.0, first_token=SLOW_TOKEN)))
+    client.train(**arrays_of(request("", 4.0, first_token=SLOW_TOKEN)))
     future = client.submit(tokens=[[1]])
     del client
     gc.collect()
@@ -500,16 +494,16 @@ async def test_the_async_client_keeps_the_same_order(url: str, service: Scripted
             if rng.random() < 0.25:
                 asked = request("", float(rng.randrange(8)))
                 weight = after([asked], weight=weight)
-                trains.append(client.train(**rows(asked)))
+                trains.append(client.train(**arrays_of(asked)))
             else:
                 expected.append(weight)
                 tasks.append(client.submit(tokens=[[1]]))
         np.testing.assert_allclose([(await t).values[0][0] for t in tasks], expected, rtol=1e-6)
         reports = await asyncio.gather(*trains)
         assert [report.step for report in reports] == list(range(1, len(trains) + 1))
-        trains = [client.train(**rows(request("", 4.0)))]
+        trains = [client.train(**arrays_of(request("", 4.0)))]
         np.testing.assert_allclose((await client.infer(tokens=[[1]])).values[0][0], weight / 2 + 4, rtol=1e-6)
-        assert (await client.validate(**rows(request("", 4.0)))).num_tokens == 1
+        assert (await client.validate(**arrays_of(request("", 4.0)))).num_tokens == 1
         await trains[0]
 
 
@@ -517,7 +511,7 @@ async def test_the_async_clients_other_operations(url: str) -> None:
     async with AsyncCriticClient(url) as client:
         saved = await client.save({"kl": 1.0})
         assert saved is not None
-        await client.train(**rows(request("", 4.0)))
+        await client.train(**arrays_of(request("", 4.0)))
         assert (await client.load(saved.name)).step == 0
         await client.offload()
         with pytest.raises(Offloaded):
@@ -536,7 +530,7 @@ async def test_an_async_error_is_raised_by_the_future_or_by_the_next_call(
     url: str, look: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with AsyncCriticClient(url) as client:
-        future = client.train(**rows(request("", 4.0, first_token=FAIL_TOKEN)), train_id="lost")
+        future = client.train(**arrays_of(request("", 4.0, first_token=FAIL_TOKEN)), train_id="lost")
         match look:
             case "await":
                 with pytest.raises(TrainFailed):
@@ -564,20 +558,20 @@ async def test_an_async_error_is_raised_by_the_future_or_by_the_next_call(
                     while "train request lost failed" not in caplog.text:  # the client's word, not the server's
                         await asyncio.sleep(0.01)
                 with pytest.raises(TrainFailed) as raised:
-                    client.train(**rows(request("", 4.0)))
+                    client.train(**arrays_of(request("", 4.0)))
                 assert any("lost" in note for note in raised.value.__notes__)
         assert (await client.state()).step == 0
 
 
 async def test_cancelled_async_calls_delay_nobody(url: str, service: ScriptedService) -> None:
     async with AsyncCriticClient(url) as client:
-        first = client.train(**rows(request("", 4.0, first_token=WAIT_TOKEN)))
+        first = client.train(**arrays_of(request("", 4.0, first_token=WAIT_TOKEN)))
         while not service.trainer.trained:
             await asyncio.sleep(0.01)
         second, scores, third = (
-            client.train(**rows(request("", 4.0))),
+            client.train(**arrays_of(request("", 4.0))),
             client.submit(tokens=[[1]]),
-            client.train(**rows(request("", 2.0))),
+            client.train(**arrays_of(request("", 2.0))),
         )
         for future in (first, second, scores):
             future.cancel()
@@ -591,7 +585,7 @@ def test_a_loop_that_ends_says_what_it_left(
 ) -> None:
     async def main() -> None:
         client = AsyncCriticClient(url)
-        client.train(**rows(request("", 4.0, first_token=WAIT_TOKEN)), train_id="left")
+        client.train(**arrays_of(request("", 4.0, first_token=WAIT_TOKEN)), train_id="left")
         while not service.trainer.trained:
             await asyncio.sleep(0.01)
 

@@ -15,16 +15,10 @@ from guerdon.critic_core import TrainRequest
 from guerdon.errors import CriticReset, InvalidRequest, TrainFailed
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
-from server.arithmetic_critic import FAIL_TOKEN, ArithmeticService, after, request
+from server.arithmetic_critic import FAIL_TOKEN, ArithmeticService, after, arrays_of, request
 from server.helpers import wait_until
 
-
-def rows(asked: TrainRequest) -> dict[str, Any]:
-    """The arguments of `train` for this request."""
-    return {name: getattr(asked, name) for name in ("tokens", "returns", "prev_values", "mask")}
-
-
-A, B, C = (rows(request("", value)) for value in (3, 5, 7))
+A, B, C = (arrays_of(request("", value)) for value in (3, 5, 7))
 
 
 def start(folder: Path | None, port: int = 0, **settings: Any) -> RunningServer:
@@ -109,7 +103,7 @@ def test_futures_that_are_kept_hold_neither_requests_nor_the_client(
     durable: RunningServer, kind: str, young_objects: None
 ) -> None:
     client = CriticClient(durable.http_url if kind == "http" else str(durable.grpc_url))
-    bad = rows(request("", 1, 2, 3))
+    bad = arrays_of(request("", 1, 2, 3))
     bad["tokens"][2, 0] = FAIL_TOKEN
     good, failed, scores = client.train(**A), client.train(**bad), None
     assert good.result().step == 1
@@ -125,7 +119,7 @@ def test_futures_that_are_kept_hold_neither_requests_nor_the_client(
 
 @pytest.mark.parametrize("kind", ["http", "grpc"])
 def test_a_failed_train_reports_its_completed_steps(durable: RunningServer, kind: str) -> None:
-    bad = rows(request("", 1, 2, 3))
+    bad = arrays_of(request("", 1, 2, 3))
     bad["tokens"][2, 0] = FAIL_TOKEN
     with CriticClient(durable.http_url if kind == "http" else str(durable.grpc_url)) as client:
         with pytest.raises(TrainFailed) as failed:

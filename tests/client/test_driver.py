@@ -4,7 +4,6 @@ import asyncio
 import socket
 import threading
 import traceback
-from collections.abc import Iterator
 from queue import SimpleQueue
 
 import pytest
@@ -16,7 +15,7 @@ from guerdon.client.driver import Session
 from guerdon.client.grpc_transport import GrpcExchange
 from guerdon.errors import Cancelled, Unreachable
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ServerConfig
+from served import Serve
 from server.echo_service import EchoService
 
 
@@ -26,9 +25,8 @@ def service() -> EchoService:
 
 
 @pytest.fixture(scope="module")
-def server(service: EchoService) -> Iterator[RunningServer]:
-    with RunningServer(service, ServerConfig(port=0, grpc_port=0), grace_s=0.1) as running:
-        yield running
+def server(service: EchoService, serve: Serve) -> RunningServer:
+    return serve(grpc_port=0, build=lambda _: service, grace_s=0.1)
 
 
 async def test_closing_ends_calls_that_await_a_models_description_with_cancelled() -> None:

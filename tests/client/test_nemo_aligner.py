@@ -18,10 +18,9 @@ import tritonclient.http.aio
 from tritonclient.utils import InferenceServerException
 
 from guerdon.client import CriticClient
-from guerdon.critic_core import TrainRequest
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
-from server.arithmetic_critic import ArithmeticService, after, request
+from server.arithmetic_critic import ArithmeticService, after, arrays_of, request
 
 pytriton_client = pytest.importorskip("pytriton.client", reason="nvidia-pytriton is not installed")
 AsyncioModelClient, FuturesModelClient = pytriton_client.AsyncioModelClient, pytriton_client.FuturesModelClient
@@ -43,10 +42,6 @@ def running(tmp_path: Path) -> Iterator[RunningServer]:
 @pytest.fixture(params=["http", "grpc"])
 def url(request: pytest.FixtureRequest, running: RunningServer) -> str:
     return running.http_url if request.param == "http" else str(running.grpc_url)
-
-
-def arrays(asked: TrainRequest) -> dict[str, np.ndarray]:
-    return {name: getattr(asked, name) for name in ("tokens", "returns", "prev_values", "mask")}
 
 
 def address(url: str) -> str:
@@ -99,7 +94,7 @@ def test_nemo_aligners_actor(url: str) -> None:
         assert rewards.tolist() == [18, 17]
         assert values.tolist() == [[5, 6, 7], [8, 9, 0]]
         assert (rewards.dtype, values.dtype) == (np.float32, np.float32)
-        output = critic.train(arrays(asked)).result()
+        output = critic.train(arrays_of(asked)).result()
         assert list(output) == ["loss_mean"]
         assert (output["loss_mean"].dtype, output["loss_mean"].shape) == (np.float32, (1,))
         saved = critic.save().result()
@@ -115,7 +110,7 @@ def test_pytritons_client_for_each_model(url: str, lazy: bool) -> None:
     def client(name: str) -> ModelClient:
         return ModelClient(url, f"critic_{name}", lazy_init=lazy, init_timeout_s=20)
 
-    data = arrays(request("", 4.0, 2.0))
+    data = arrays_of(request("", 4.0, 2.0))
     with client("validate") as validate, client("train") as train, client("infer") as infer:
         assert validate.infer_sample(**data)["loss_mean"] == train.infer_sample(**data)["loss_mean"]
         assert train.infer_sample(**data, parameters={"train_id": "mine"})["loss_mean"] == [10.0]
@@ -151,7 +146,7 @@ async def test_pytritons_asyncio_client(url: str) -> None:
         AsyncioModelClient(url, "critic_train", init_timeout_s=20) as train,
         AsyncioModelClient(url, "critic_infer", init_timeout_s=20) as infer,
     ):
-        assert (await train.infer_sample(**arrays(asked)))["loss_mean"].tolist() == [2.0]
+        assert (await train.infer_sample(**arrays_of(asked)))["loss_mean"].tolist() == [2.0]
         values = await asyncio.gather(*(infer.infer_batch(tokens=TOKENS, sequence_lengths=LENGTHS) for _ in range(5)))
     assert all(found["values"][0, 0] == 22.5 for found in values)
 
@@ -161,7 +156,7 @@ def test_tritonclient(running: RunningServer, library: ModuleType) -> None:
     url = running.http_url if library is tritonclient.http else str(running.grpc_url)
     with library.InferenceServerClient(address(url)) as client:
         assert client.is_model_ready("critic_train")
-        trained = client.infer("critic_train", inputs_of(library, arrays(request("", 4.0))), request_id="1")
+        trained = client.infer("critic_train", inputs_of(library, arrays_of(request("", 4.0))), request_id="1")
         assert trained.as_numpy("loss_mean").tolist() == [2.0]
         assert orjson.loads(trained.as_numpy("report")[0])["step"] == 1
         outputs = [library.InferRequestedOutput("state")]
@@ -171,7 +166,7 @@ def test_tritonclient(running: RunningServer, library: ModuleType) -> None:
         assert saved.as_numpy("status").tolist() == [0]
         assert orjson.loads(saved.as_numpy("report")[0])["name"] == "checkpoint-000001-step-1"
         with pytest.raises(InferenceServerException, match="missing: mask"):
-            client.infer("critic_train", inputs_of(library, arrays(request("", 4.0)))[:3])
+            client.infer("critic_train", inputs_of(library, arrays_of(request("", 4.0)))[:3])
         assert len(client.get_model_repository_index(**({} if library is tritonclient.http else {"as_json": True})))
 
 
@@ -180,7 +175,7 @@ async def test_tritonclient_aio(running: RunningServer, library: ModuleType) -> 
     is_http = library is tritonclient.http.aio
     plain = tritonclient.http if is_http else tritonclient.grpc
     async with library.InferenceServerClient(address(running.http_url if is_http else str(running.grpc_url))) as client:
-        trained = await client.infer("critic_train", inputs_of(plain, arrays(request("", 4.0))))
+        trained = await client.infer("critic_train", inputs_of(plain, arrays_of(request("", 4.0))))
         assert trained.as_numpy("loss_mean").tolist() == [2.0]
         found = await client.infer("critic_infer", inputs_of(plain, {"tokens": TOKENS, "sequence_lengths": LENGTHS}))
         assert found.as_numpy("values").tolist() == [[22.5, 27, 31.5, 0], [36, 40.5, 0, 0]]

@@ -41,7 +41,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[s
         ServerConfig(port=0, grpc_port=0, critic=CriticConfig(model=reward_model)),
     ]
     with ExitStack() as stack:
-        frozen, critic = (stack.enter_context(served.running(config)) for config in configs)
+        frozen, critic = (stack.enter_context(served.running(config=config)) for config in configs)
         of_critic = ("critic", "critic_infer", "critic_train")
         yield {
             **{name: (frozen.http_url, str(frozen.grpc_url)) for name in (*(m.name for m in models), "total")},

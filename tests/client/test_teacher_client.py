@@ -18,8 +18,9 @@ from guerdon import AsyncTeacherClient, Head, TeacherAnswers, TeacherClient
 from guerdon.core import Sequence
 from guerdon.errors import GuerdonError, InvalidRequest, SampleFailed, ServerFault, Unsupported
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
+from guerdon.settings.config import ModelConfig, TeacherConfig
 from guerdon.teacher_core import LogprobQuery, TokenLogprobs
+from served import Serve
 from teaching import check, plain
 
 ROWS = zoo.rows(0, ((40, 3), (20, 2)))
@@ -31,20 +32,18 @@ HEADS = ("llama", "gemma2", "cohere", "granite", "phi")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return tmp_path_factory.mktemp("teachers")
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[RunningServer]:
+def server(folder: Path, serve: Serve) -> RunningServer:
     models: list[Any] = [
         TeacherConfig(model=str(zoo.language_model(name, folder / name)), name=name, max_top_k=7) for name in HEADS
     ]
     models.append(TeacherConfig(model=str(folder / "llama"), name="half", dtype="bfloat16"))
     models.append(TeacherConfig(model=str(zoo.tokenizer(zoo.language_model("llama", folder / "text"))), name="text"))
     models.append(ModelConfig(model=str(served.reward_model(folder / "rm"))))
-    with served.running(ServerConfig(port=0, grpc_port=0, models=models)) as running:
-        yield running
+    return serve(*models, grpc_port=0)
 
 
 @pytest.fixture(params=["http", "grpc", "asyncio"])

@@ -11,6 +11,7 @@ import httpx
 import pytest
 import yaml
 
+import served
 from deploy.manifests import (
     DEPLOY,
     MOUNTED_BY_KSERVE,
@@ -23,7 +24,6 @@ from deploy.manifests import (
     server,
     settings,
 )
-from guerdon.server.runtime import RunningServer
 from guerdon.settings.access import KEYS_VARIABLE
 from guerdon.settings.config import ServerConfig
 from guerdon.settings.fields import from_mapping
@@ -44,7 +44,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def status(path: str) -> int:
-    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=None)) as running:
+    with served.running(build=EchoService) as running:
         key = {"Authorization": "Bearer key-of-the-trainer-0123456789"}
         return httpx.get(running.http_url + path, headers=key).status_code
 

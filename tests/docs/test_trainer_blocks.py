@@ -41,20 +41,9 @@ COMMANDS = {  # a trainer's command, and the files of its sources that have its 
     ),
 }
 NEEDS_NO_LIBRARY = (
-    "guerdon serve",
-    "curl ",
-    "POST /",
-    "# app.py",
-    "# environment.py",
-    "# gpt_",
-    "# grpo.yaml",
-    "# guerdon.yaml",
-    "# my_reward.py",
-    "# my_task.py",
-    "# opd.toml",
-    "# rewards.toml",
-    "# slime.yaml",
-)
+    "guerdon serve", "curl ", "POST /", "# app.py", "# environment.py", "# gpt_", "# grpo.yaml", "# guerdon.yaml",
+    "# my_reward.py", "# my_task.py", "# opd.toml", "# rewards.toml", "# slime.yaml",
+)  # fmt: skip
 """How blocks begin that need only guerdon."""
 
 NEEDS_NO_ENVIRONMENT = ("nemo_aligner", "trlx")

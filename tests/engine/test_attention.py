@@ -34,8 +34,7 @@ Compute = Callable[[PackedBatch, Tensor, Tensor, Tensor, Tensor, Case], Tensor]
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+def kept() -> None:
     keep_freed(torch.device("cpu"))  # tables of all pairs are freed and allocated again
 
 

@@ -37,11 +37,6 @@ from guerdon.engine.packing import pack
 from guerdon.settings.config import ModelConfig
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def need(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **others: Any) -> Need:
     """What a plain causal layer of an 8B model asks, and `others`."""
     plain: dict[str, Any] = {

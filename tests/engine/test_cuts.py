@@ -86,25 +86,8 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "bert": wordpiece,
 }
 WORDS = [
-    "the",
-    "a",
-    "b",
-    "ab",
-    "12",
-    "1234",
-    "ring's",
-    " ",
-    "  ",
-    "\n",
-    ", ",
-    "<s>",
-    "<mask>",
-    "▁",
-    "ﹰ",
-    "é",
-    "日本",
-    "'s",
-]
+    "the", "a", "b", "ab", "12", "1234", "ring's", " ", "  ", "\n", ", ", "<s>", "<mask>", "▁", "ﹰ", "é", "日本", "'s",
+]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=40).flatmap(
     lambda words: st.sampled_from([" ".join(words), "".join(words)])
 )

@@ -366,17 +366,11 @@ def test_no_served_architecture_has_a_module_by_the_name_of_a_wrapper() -> None:
 # ------------------------------------------------------------------------------------------------ configs
 
 
-def configure(folder: Path, **settings: object) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    return folder
-
-
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config", "quantization"])
 @pytest.mark.parametrize("value", [None, {}])
 def test_a_quantisation_of_nothing_is_none(llama: Path, key: str, value: object) -> None:
     want = zoo.reference(llama, ROWS)
-    np.testing.assert_allclose(rewards(configure(llama, **{key: value})), want, atol=1e-5)
+    np.testing.assert_allclose(rewards(zoo.configure(llama, **{key: value})), want, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -389,7 +383,7 @@ def test_a_quantisation_of_nothing_is_none(llama: Path, key: str, value: object)
     ],
 )
 def test_quantised_models_are_named_with_their_method(llama: Path, settings: dict[str, object]) -> None:
-    message = str(refused(configure(llama, **settings)))
+    message = str(refused(zoo.configure(llama, **settings)))
     (method,) = re.findall(r"is quantised \(([\w-]+)\)", message)
     assert method in ("bitsandbytes", "compressed-tensors", "quantization", "fp8")
 
@@ -414,7 +408,7 @@ def test_a_config_that_is_none(llama: Path, text: str, what: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "bert"])
 @pytest.mark.parametrize("value", [None, []])
 def test_without_architectures_a_head_is_not_guessed(tmp_path: Path, name: str, value: object) -> None:
-    error = refused(configure(zoo.checkpoint(name, tmp_path), architectures=value))
+    error = refused(zoo.configure(zoo.checkpoint(name, tmp_path), architectures=value))
     assert "config.json names no architectures" in str(error)
     want = {"llama": "LlamaForSequenceClassification", "bert": "BertForSequenceClassification"}
     assert want[name] in error.help
@@ -424,13 +418,13 @@ def test_without_architectures_a_head_is_not_guessed(tmp_path: Path, name: str, 
 def test_without_architectures_a_head_that_says_itself_what_it_is(tmp_path: Path, kind: str) -> None:
     folder = zoo.checkpoint("gpt2", tmp_path, kind)
     want = zoo.reference(folder, ROWS)
-    np.testing.assert_allclose(rewards(configure(folder, architectures=None)), want, atol=1e-5)
+    np.testing.assert_allclose(rewards(zoo.configure(folder, architectures=None)), want, atol=1e-5)
 
 
 def test_one_architecture_that_is_no_list(llama: Path) -> None:
     want = zoo.reference(llama, ROWS)
     np.testing.assert_allclose(
-        rewards(configure(llama, architectures="LlamaForSequenceClassification")), want, atol=1e-5
+        rewards(zoo.configure(llama, architectures="LlamaForSequenceClassification")), want, atol=1e-5
     )
 
 

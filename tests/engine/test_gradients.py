@@ -22,11 +22,6 @@ SINGLE = ("gptj", "falcon", "mamba", "jamba")
 """Outside the attention registry, or with a state: run one by one."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def make_rows(groups: tuple[tuple[int, int], ...] = ((40, 3), (25, 2), (3, 2))) -> list[np.ndarray]:
     """Ragged groups, a row that begins another, its twin, and the shortest possible."""
     rows = zoo.rows(3, groups)

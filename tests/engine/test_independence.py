@@ -3,7 +3,6 @@
 The references are plain transformers, one sequence at a time, and equality in bits.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +64,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "index_topk": 4, "index_head_dim": 16, "index_n_heads": 2,
     },
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def fresh(name: str, folder: Path, *, randomised: bool = False) -> Path:
@@ -187,19 +181,13 @@ def test_experts_may_round_otherwise_but_not_depend(tmp_path: Path, monkeypatch:
 LOOKING_AHEAD = [("llama", {"is_causal": False}), ("gemma3", {"use_bidirectional_attention": True})]
 
 
-def with_config(folder: Path, **settings: object) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    return folder
-
-
 @pytest.mark.parametrize(("name", "settings"), LOOKING_AHEAD)
 def test_what_looks_ahead_is_no_critic_and_no_teacher(name: str, settings: dict[str, object], tmp_path: Path) -> None:
-    critic = with_config(zoo.checkpoint(name, tmp_path / "critic", "openrlhf-critic"), **settings)
+    critic = zoo.configure(zoo.checkpoint(name, tmp_path / "critic", "openrlhf-critic"), **settings)
     told = f"is not causal: .*config.json has {next(iter(settings))}: "
     with pytest.raises(CheckpointError, match=told + ".*a value must not depend on what comes after it"):
         Engine(load_critic(ModelConfig(model=str(critic))))
-    language = with_config(zoo.language_model(name, tmp_path / "teacher"), **settings)
+    language = zoo.configure(zoo.language_model(name, tmp_path / "teacher"), **settings)
     with pytest.raises(CheckpointError, match=told + ".*a log-prob must not depend on what comes after it"):
         teacher(language)
     for deterministic in (False, True):
@@ -211,7 +199,7 @@ def test_what_looks_ahead_is_no_critic_and_no_teacher(name: str, settings: dict[
 def test_a_reward_model_that_looks_ahead_is_right_and_shares_no_prompt(
     name: str, settings: dict[str, object], tmp_path: Path
 ) -> None:
-    folder = with_config(zoo.checkpoint(name, tmp_path), **settings)
+    folder = zoo.configure(zoo.checkpoint(name, tmp_path), **settings)
     engine = build_scorer(ModelConfig(model=str(folder)))
     assert isinstance(engine, Engine) and engine.path == "packed", engine.info.why
     assert engine.info.proofs[0].startswith("prompts are not shared: a later token changes an earlier one's state by")

@@ -20,11 +20,6 @@ from guerdon.engine.layers import recompute_activations
 from guerdon.settings.config import ModelConfig
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_a_few_queries_see_what_they_would_among_all(kv_heads: int, share: bool) -> None:

@@ -1,11 +1,13 @@
 """Loading what cannot be served: each is one line that says what is wrong, and one that says what to do."""
 
 import json
+import math
 import pickle
 import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import psutil
@@ -15,10 +17,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config
 
 import zoo
+from guerdon.engine import generating
 from guerdon.engine.checkpoint import stored
-from guerdon.engine.checkpoint.reward_models import load_reward_model
-from guerdon.errors import CheckpointError, ConfigError, StartError
-from guerdon.settings.config import ModelConfig
+from guerdon.engine.checkpoint.language_models import load_policy
+from guerdon.engine.checkpoint.placement import check_memory
+from guerdon.engine.checkpoint.reward_models import load_critic, load_reward_model
+from guerdon.engine.checkpoint.stored import open_checkpoint
+from guerdon.engine.engine import Engine
+from guerdon.engine.generating import DecoderChoice
+from guerdon.engine.logprobs import LanguageEngine
+from guerdon.engine.microbatches import Batcher
+from guerdon.errors import CheckpointError, ConfigError, StartError, TooLarge
+from guerdon.settings.config import LanguageModelConfig, ModelConfig
 
 
 def refused(folder: Path | str, kind: type[StartError] = CheckpointError, **settings: object) -> str:
@@ -35,12 +45,6 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
     state = load_file(folder / "model.safetensors")
     change(state)
     save_file(state, folder / "model.safetensors")
-    return folder
-
-
-def edit_config(folder: Path, **settings: object) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     return folder
 
 
@@ -121,16 +125,16 @@ def test_a_missing_trunk_weight_is_named(llama: Path) -> None:
 
 
 def test_weights_of_a_larger_model_are_refused(llama: Path) -> None:
-    assert "hold model.layers.1." in refused(edit_config(llama, num_hidden_layers=1))
+    assert "hold model.layers.1." in refused(zoo.configure(llama, num_hidden_layers=1))
 
 
 def test_a_config_of_another_shape_is_refused(llama: Path) -> None:
-    message = refused(edit_config(llama, intermediate_size=128))
+    message = refused(zoo.configure(llama, intermediate_size=128))
     assert "mlp.down_proj.weight has shape [32, 64] in the files, [32, 128] by config.json" in message
 
 
 def test_labels_that_disagree_with_the_head(llama: Path) -> None:
-    assert "1 outputs, config.json says 2 labels" in refused(edit_config(llama, id2label={"0": "a", "1": "b"}))
+    assert "1 outputs, config.json says 2 labels" in refused(zoo.configure(llama, id2label={"0": "a", "1": "b"}))
 
 
 def test_a_head_of_another_width(llama: Path) -> None:
@@ -155,7 +159,7 @@ def test_a_plain_causal_model(tmp_path: Path) -> None:
 
 
 def test_a_plain_encoder(tmp_path: Path) -> None:
-    folder = edit_config(zoo.checkpoint("bert", tmp_path), architectures=["BertForMaskedLM"])
+    folder = zoo.configure(zoo.checkpoint("bert", tmp_path), architectures=["BertForMaskedLM"])
     assert "BertForMaskedLM without a reward head" in refused(folder)
 
 
@@ -181,12 +185,12 @@ def test_classifiers_of_other_encoders_are_no_decoders_whatever_they_say(
 
 def test_code_in_the_checkpoint_is_never_run(llama: Path) -> None:
     (llama / "own.py").write_text("raise SystemExit('run')")
-    edit_config(llama, model_type="own", auto_map={"AutoConfig": "own.Config"})
+    zoo.configure(llama, model_type="own", auto_map={"AutoConfig": "own.Config"})
     assert "brings its own Python code" in refused(llama)
 
 
 def test_an_unknown_model_type(llama: Path) -> None:
-    assert "model_type 'own'" in refused(edit_config(llama, model_type="own"))
+    assert "model_type 'own'" in refused(zoo.configure(llama, model_type="own"))
 
 
 def claim(folder: Path, dtype: str, itemsize: int, num_bytes: int) -> None:
@@ -226,5 +230,66 @@ def test_settings_that_do_not_fit_the_model(tmp_path: Path, llama: Path) -> None
     assert "max_length is 0" in refused(llama, ConfigError, max_length=0)
     gpt2 = zoo.checkpoint("gpt2", tmp_path / "gpt2")
     assert "the model has 256 positions" in refused(gpt2, ConfigError, max_length=257)
-    edit_config(gpt2, eos_token_id=None)
+    zoo.configure(gpt2, eos_token_id=None)
     assert "needs an EOS" in refused(gpt2, ConfigError, pooling="first_eos")
+
+
+GPU = torch.device("cuda", 0)
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nSee the documentation")
+
+
+@pytest.mark.parametrize("path", ["single", "packed+shared", "packed"])
+def test_a_self_check_without_memory_chooses_nothing(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, tried = Batcher.plan, []
+
+    def short(batcher: Batcher, by: str, *args: Any) -> Any:
+        tried.append(by)
+        if by == path:
+            full()
+        if by == "packed+shared":
+            raise NotImplementedError("so that others are tried")
+        return plan(batcher, by, *args)
+
+    loaded = load_critic(ModelConfig(model=str(zoo.checkpoint("llama", tmp_path))))
+    monkeypatch.setattr(Batcher, "plan", short)
+    with pytest.raises(
+        TooLarge, match=r"too little memory for the self-check: CUDA out of memory\. Tried to allocate 20\.00 MiB\.$"
+    ) as e:
+        Engine(loaded)
+    assert tried[-1] == path and "--device" in e.value.help
+
+
+def test_a_decoder_without_memory_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = load_policy(LanguageModelConfig(model=str(zoo.language_model("llama", tmp_path))))
+    engine = LanguageEngine(policy)
+    monkeypatch.setattr(generating.PackedDecoder, "begin", full)
+    with pytest.raises(TooLarge, match="CUDA out of memory"):
+        DecoderChoice(policy, engine)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Fakes a GPU with so many bytes free, and so many in PyTorch's cache."""
+
+    def tell(free_bytes: int, kept_bytes: int) -> None:
+        free = [free_bytes]
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 1 << 40))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.__setitem__(0, free_bytes + kept_bytes))
+
+    return tell
+
+
+def test_memory_that_pytorch_caches_counts_as_free(tmp_path: Path, gpu: Callable[[int, int], None]) -> None:
+    checkpoint = open_checkpoint(str(zoo.checkpoint("llama", tmp_path)))
+    own_bytes = 2 * sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    gpu(own_bytes - 8, 8)
+    check_memory(checkpoint, torch.bfloat16, GPU)
+    gpu(own_bytes - 8, 7)
+    with pytest.raises(TooLarge, match="are free on cuda:0"):
+        check_memory(checkpoint, torch.bfloat16, GPU)

@@ -130,16 +130,10 @@ ADAPTERS = {
 @pytest.mark.parametrize(
     "name",
     often(
-        ADAPTERS,
-        "all layers",
-        "Conv1D",
-        "encoder",
-        "DoRA",
-        "embeddings in whole",
-        "some tokens",
+        ADAPTERS, "all layers", "Conv1D", "encoder", "DoRA", "embeddings in whole", "some tokens",
         "all biases of an encoder",
     ),
-)
+)  # fmt: skip
 def test_rewards_are_those_of_the_unmerged_model(name: str, tmp_path: Path) -> None:
     architecture, config = ADAPTERS[name]
     encoder = architecture in zoo.ENCODERS

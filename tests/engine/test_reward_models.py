@@ -21,11 +21,6 @@ from guerdon.settings.config import ModelConfig
 ROWS = [row for row in zoo.rows() if len(row) > 1][-4:]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def load(folder: Path, **settings: Any) -> LoadedModel:
     return load_reward_model(ModelConfig(model=str(folder), **settings))
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import save_file
 
 import zoo
@@ -15,11 +14,6 @@ from guerdon.engine.engine import Engine
 from guerdon.engine.generating import DecoderChoice
 from guerdon.engine.logprobs import LanguageEngine
 from guerdon.settings.config import LanguageModelConfig, ModelConfig
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def build(folder: Path, **config: object) -> Engine:

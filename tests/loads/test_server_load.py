@@ -9,7 +9,6 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,16 +19,16 @@ import load_generator
 import served
 import server_load
 import zoo
-from guerdon.assembly import build_service
 from guerdon.client.reward_client import AsyncRewardClient
 from guerdon.errors import Exit, StartError, StorageFailed
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig
 from load_generator import NOT_SENT, Answer, ClientLoad, Extent, poisson
 from load_requests import Load, RandomTokens, Request, Shape
 from load_summary import notes, summarise
 from loads import load_scorers
 from processes import environment
+from served import Serve
 from server.keys import SCORE, keyed
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/server_load.py"
@@ -37,7 +36,7 @@ SHORT = ("--prompt-tokens", "30", "--response-tokens", "4", "--max-length", "40"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> RunningServer:
     """A reward model with a tokenizer, one without, functions, and a sum."""
     folder = tmp_path_factory.mktemp("load")
     with_text = str(served.reward_model(folder / "rm"))
@@ -50,9 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         ModelConfig(model="served:flaky", name="flaky"),
     ]
     total = RewardConfig(name="total", components=[ComponentConfig(model="ids"), ComponentConfig(model="lengths")])
-    config = ServerConfig(port=0, grpc_port=0, models=models, rewards=[total])
-    with RunningServer(build_service(config), config) as running:
-        yield running
+    return serve(*models, grpc_port=0, rewards=[total])
 
 
 def load_test(*argv: str) -> int:
@@ -226,7 +223,7 @@ def test_numbers_that_mean_nothing_are_refused(flags, capsys):
 def test_a_key_comes_as_every_clients_does_and_is_never_told(tmp_path, monkeypatch, capsys):
     config = keyed(tmp_path, models=[ModelConfig(model="loads.load_scorers:lengths")])
     monkeypatch.delenv("GUERDON_API_KEY", raising=False)
-    with RunningServer(build_service(config), config) as running:
+    with served.running(config=config) as running:
         url, few = running.http_url, (*SHORT, "--requests", "3")
         with pytest.raises(StartError, match="key") as refused:
             load_test(url, *few)

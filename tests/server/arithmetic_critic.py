@@ -227,3 +227,8 @@ class ArithmeticService(Service):
             max_queue_sequences=config.max_queue_sequences,
         )
         super().__init__(group, [(model, self.trainer)], server or ServerConfig(), critic=self.critic)
+
+
+def arrays_of(asked: TrainRequest) -> dict[str, Any]:
+    """The arguments of a client's `train` for this request."""
+    return {name: getattr(asked, name) for name in ("tokens", "returns", "prev_values", "mask")}

@@ -12,6 +12,14 @@ from guerdon.core import ScoreRequest
 from guerdon.critic_core import ControlRequest, CriticState, Operation, TrainReport, TrainRequest
 from server.arithmetic_critic import ArithmeticService
 
+SAVE = Operation.SAVE
+
+
+def run(folder: Path, *asked: TrainRequest | Operation, **settings: Any) -> None:
+    """Starts a critic, does train requests and operations in turn, and stops it."""
+    with Driver(folder, **settings) as critic:
+        critic.do(*asked)
+
 
 class Driver:
     """A running ArithmeticService whose calls block; a context that stops it."""
@@ -31,6 +39,11 @@ class Driver:
     def ask(self, operation: Operation, **more: Any) -> Any:
         request = ControlRequest(operation, **more)
         return self._runner.run(self.service.call(f"critic_{operation}", request))  # type: ignore[arg-type]
+
+    def do(self, *asked: TrainRequest | Operation) -> None:
+        """Does train requests and operations in turn."""
+        for one in asked:
+            self.ask(one) if isinstance(one, Operation) else self.train(one)
 
     def state(self) -> CriticState:
         return self.ask(Operation.STATE)

@@ -145,15 +145,10 @@ class EchoService(Service):
         infos = [
             ModelInfo(name="reward_model", kind="echo", **common),
             ModelInfo(
-                name="many",
-                kind="echo",
-                outputs=("rewards", "attributes", "values", "step_rewards"),
-                attribute_names=("length", "first"),
-                weights_version="7",
-                source="./checkpoints/many",
-                **common,
+                name="many", kind="echo", outputs=("rewards", "attributes", "values", "step_rewards"),
+                attribute_names=("length", "first"), weights_version="7", source="./checkpoints/many", **common,
             ),
-        ]
+        ]  # fmt: skip
         scorers = {info.name: EchoScorer(info) for info in infos}
         self.scorer = scorers["reward_model"]
         self.cancelled = 0

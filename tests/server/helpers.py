@@ -1,5 +1,6 @@
 """Requests and waiting, shared by the tests of the transports."""
 
+import asyncio
 import functools
 import os
 import re
@@ -107,3 +108,10 @@ def outcomes(url: str) -> dict[tuple[str, str], int]:
         r'^guerdon_requests_total\{model="(.*)",outcome="(.*)"\} (.*)$', httpx.get(url + "/metrics").text, re.MULTILINE
     )
     return {(model, outcome): int(float(count)) for model, outcome, count in found}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits until the condition holds, for 30 seconds at most."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)

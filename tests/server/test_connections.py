@@ -9,19 +9,20 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
+import served
 from guerdon.server import runtime
 from guerdon.server.front import holders
 from guerdon.server.front.connections import HttpConnection
 from guerdon.server.front.holders import Held, Holders
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
+from served import Serve
 from server.echo_service import SLOW_TOKEN, EchoService
 from server.helpers import INFER, body_of, connect, outcomes, tried_again, until_closed, wait_until
 from server.keys import SCORE, TRAIN, keyed
@@ -33,17 +34,14 @@ CHUNKED = b"Transfer-Encoding: chunked"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    config = ServerConfig(port=0, grpc_port=None, max_body_mb=4, max_bodies_mb=8, max_connections=50, **TIMES)
-    with RunningServer(EchoService(), config) as running:
-        yield running
+def server(serve: Serve) -> RunningServer:
+    return serve(max_body_mb=4, max_bodies_mb=8, max_connections=50, **TIMES, build=EchoService)
 
 
 @pytest.fixture(scope="module")
-def patient_server() -> Iterator[RunningServer]:
+def patient_server(serve: Serve) -> RunningServer:
     """One whose times no stall of the machine uses up."""
-    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=None)) as running:
-        yield running
+    return serve(build=EchoService)
 
 
 def post(body: bytes, *headers: bytes, path: str = INFER) -> bytes:
@@ -111,7 +109,11 @@ def test_a_connection_without_a_key_may_not_rest(tmp_path):
     """One that asked for health alone ends as if it had not asked; one with a key stays, also after such a request."""
     config = keyed(tmp_path, grpc_port=None, **(TIMES | {"idle_timeout_s": 60.0}))
     keyed_ask = b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %s\r\n\r\n" % SCORE.encode()
-    with RunningServer(EchoService(config), config) as server, connect(server) as known, connect(server) as unknown:
+    with (
+        served.running(config=config, build=EchoService) as server,
+        connect(server) as known,
+        connect(server) as unknown,
+    ):
         began = time.monotonic()
         for connection, ask in ((known, keyed_ask), (known, LIVE), (unknown, LIVE)):
             connection.sendall(ask)
@@ -232,7 +234,7 @@ def test_answers_that_nobody_reads_have_a_bound_together(made, small_buffers):
 def test_no_request_is_taken_up_behind_an_answer_that_is_not_read(made, small_buffers):
     """Its answer would wait in the application, where no bound counts it. The first is whole for one who reads it."""
     with (
-        RunningServer(EchoService(), ServerConfig(port=0, grpc_port=None)) as server,
+        served.running(build=EchoService) as server,
         connect(server, receive_bytes=2048) as connection,
     ):
         wait_until(lambda: bool(made))
@@ -473,7 +475,7 @@ def test_one_keys_connections_leave_room_for_anothers(tmp_path, is_busy):
     """One key opens as many as there may be at all, and more; whoever has another is served, on four of its own."""
     config = keyed(tmp_path, grpc_port=None, max_connections=24, header_timeout_s=120.0, read_timeout_s=120.0)
     key, other = (b"Authorization: Bearer " + which.encode() for which in (SCORE, TRAIN))
-    with RunningServer(EchoService(config), config) as server:
+    with served.running(config=config, build=EchoService) as server:
         held = []
         for _ in range(30):
             held.append(connect(server))
@@ -494,7 +496,7 @@ def test_one_keys_connections_leave_room_for_anothers(tmp_path, is_busy):
 def test_a_key_that_may_have_no_more_connections_is_told_so(tmp_path):
     config = keyed(tmp_path, grpc_port=None, max_connections=24, header_timeout_s=120.0, read_timeout_s=120.0)
     key = b"Authorization: Bearer " + SCORE.encode()
-    with RunningServer(EchoService(config), config) as server:
+    with served.running(config=config, build=EchoService) as server:
         held = [connect(server) for _ in range(17)]
         for connection in held:
             connection.sendall(post(b"{", key, b"Content-Length: 9"))

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from guerdon.errors import (
 )
 from guerdon.settings.config import ServerConfig
 from server.arithmetic_critic import BUG_TOKEN, FAIL_TOKEN, SKIP_TOKEN, WAIT_TOKEN, ArithmeticService, after, request
+from server.helpers import until
 
 
 @contextlib.asynccontextmanager
@@ -64,12 +65,6 @@ async def values(service: ArithmeticService, *tokens: int) -> tuple[list[float],
     assert isinstance(reply, ScoreReply)
     (score,) = reply.results
     return score.values.tolist(), reply.weights_version  # type: ignore[union-attr]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def records(folder: Path) -> list[str]:

@@ -21,6 +21,7 @@ from guerdon.errors import (
 )
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
+from served import Serve
 from server.echo_service import EchoService
 from server.form_examples import EXAMPLES
 from server.helpers import connect, until_closed, wait_until
@@ -30,24 +31,15 @@ MAX_REQUESTS = 16
 
 
 @pytest.fixture(scope="module")
-def service() -> EchoService:
-    return EchoService()
+def running_server(service: EchoService, serve: Serve) -> RunningServer:
+    return serve(max_body_mb=1, max_requests=MAX_REQUESTS, build=lambda _: service)
 
 
 @pytest.fixture(scope="module")
-def running_server(service: EchoService) -> Iterator[RunningServer]:
-    config = ServerConfig(port=0, grpc_port=None, max_body_mb=1, max_requests=MAX_REQUESTS)
-    with RunningServer(service, config) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def hasty() -> Iterator[tuple[EchoService, RunningServer]]:
+def hasty(serve: Serve) -> tuple[EchoService, RunningServer]:
     """One that allows its requests little time."""
     service = EchoService(ServerConfig(request_timeout_s=TIMEOUT_S))
-    config = ServerConfig(port=0, grpc_port=None, request_timeout_s=TIMEOUT_S)
-    with RunningServer(service, config) as server:
-        yield service, server
+    return service, serve(request_timeout_s=TIMEOUT_S, build=lambda _: service)
 
 
 @pytest.fixture

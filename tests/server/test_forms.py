@@ -2,7 +2,6 @@ import asyncio
 import gzip
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ from guerdon.settings.config import ServerConfig
 from guerdon.wire.forms import FORMS
 from guerdon.wire.forms.form import FormRequest, Url
 from guerdon.wire.forms.sglang import NativeBody
+from served import Serve
 from server.echo_service import EchoService
 from server.form_examples import EXAMPLES
 from server.helpers import INFER, outcomes, wait_until
@@ -30,20 +30,8 @@ EMPTY = {"rewards": [], "scores": [], "extra_logs": {}}
 
 
 @pytest.fixture(scope="module")
-def service() -> EchoService:
-    return EchoService()
-
-
-@pytest.fixture(scope="module")
-def running_server(service: EchoService) -> Iterator[RunningServer]:
-    with RunningServer(service, ServerConfig(port=0, grpc_port=None)) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(running_server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running_server.http_url, timeout=10) as client:
-        yield client
+def running_server(service: EchoService, serve: Serve) -> RunningServer:
+    return serve(build=lambda _: service)
 
 
 def test_every_form_has_an_example():

@@ -16,11 +16,6 @@ from server.helpers import outcomes, wait_until
 
 
 @pytest.fixture(scope="module")
-def service() -> EchoService:
-    return EchoService()
-
-
-@pytest.fixture(scope="module")
 def stub(service: EchoService) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
     config = ServerConfig(port=0, grpc_port=0, max_body_mb=8, max_requests=4)
     with RunningServer(service, config) as server, stub_of(server) as stub:

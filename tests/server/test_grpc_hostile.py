@@ -20,6 +20,7 @@ import tritonclient.grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+import served
 from guerdon.server.front import grpc_server
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.access import KEYS_VARIABLE
@@ -123,7 +124,7 @@ def raw_client(server: RunningServer, **options: Any) -> RawClient:
 def test_half_open_calls_of_two_clients_do_not_keep_a_third_waiting(tmp_path):
     """Each client has a place of its own in which a message may come."""
     config = keyed(tmp_path, max_body_mb=1, max_bodies_mb=4, header_timeout_s=120.0, read_timeout_s=120.0)
-    with RunningServer(EchoService(config), config) as server, channel_to(server) as channel:
+    with served.running(config=config, build=EchoService) as server, channel_to(server) as channel:
         raw = raw_client(server)
         for method in ("ModelReady", "ModelInfer", "ModelReady", "ModelInfer"):
             raw.ask(method, key=SCORE)
@@ -160,14 +161,15 @@ def large_answers_call() -> bytes:
     return request.SerializeToString()
 
 
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
 @tried_again
-def test_answers_that_are_not_read_end_and_leave_nothing(monkeypatch):
+def test_answers_that_are_not_read_end_and_leave_nothing(monkeypatch, method):
     """Until then they hold the room of bodies that they had; their client answers pings, and stays."""
     monkeypatch.setattr(grpc_server, "LEAST_BYTES_PER_S", 1 << 30)
     config = ServerConfig(port=0, grpc_port=0, max_body_mb=1, max_bodies_mb=2, write_timeout_s=3.0)
     with RunningServer(EchoService(), config) as server:
         raw = raw_client(server)
-        raw.ask("ModelInfer", large_answers_call())  # its answer takes all the room
+        raw.ask(method, large_answers_call())  # its answer takes all the room
         wait_until(lambda: outcomes(server.http_url).get(("many", "ok")) == 1)
         large = body_of([[5] * 200_000])
         assert httpx.post(server.http_url + INFER, content=large).status_code == 503
@@ -224,7 +226,7 @@ def test_connections_have_bounds():
 def test_a_client_that_answers_no_ping_is_left(monkeypatch):
     monkeypatch.setattr(grpc_server, "_PING_AFTER_MS", 300)
     monkeypatch.setattr(grpc_server, "_PING_ANSWER_MS", 300)
-    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=0)) as server:
+    with served.running(grpc_port=0, build=EchoService) as server:
         vanished, other = raw_client(server, answers_pings=False), raw_client(server)
         assert vanished.is_closed.wait(30)
         assert other.num_pings
@@ -302,7 +304,7 @@ def test_each_method_wants_its_role(keys):
         "RepositoryModelLoad": (pb.RepositoryModelLoadRequest(model_name="nobody"), "a"),
         "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest(model_name="nobody"), "a"),
     }
-    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=0)) as server, channel_to(server) as channel:
+    with served.running(grpc_port=0, build=EchoService) as server, channel_to(server) as channel:
         for name, (request, needed) in methods.items():
             call = getattr(stub_of(channel), name)
             wanted = "OK" if needed == "nobody" else "UNAUTHENTICATED"
@@ -327,13 +329,13 @@ def test_no_message_is_read_of_whoever_has_no_key(keys):
 
 
 def test_without_keys_nobody_is_an_admin():
-    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=0)) as server, channel_to(server) as channel:
+    with served.running(grpc_port=0, build=EchoService) as server, channel_to(server) as channel:
         request = pb.RepositoryModelLoadRequest(model_name="reward_model")
         assert code_of(stub_of(channel).RepositoryModelLoad, request) == "PERMISSION_DENIED"
 
 
 def test_small_methods_take_no_large_messages():
-    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=0)) as server, channel_to(server) as channel:
+    with served.running(grpc_port=0, build=EchoService) as server, channel_to(server) as channel:
         request = pb.ModelReadyRequest(name="x" * (2 * MIB))
         assert code_of(stub_of(channel).ModelReady, request) == "INVALID_ARGUMENT"
         call = channel.unary_unary("/inference.GRPCInferenceService/ModelReady")
@@ -389,7 +391,7 @@ def test_many_large_messages_at_once_take_no_more_memory_than_messages_may(proce
 
 def test_a_browsers_request_is_none_of_grpc():
     """Browsers speak HTTP/2 behind TLS alone, so that no page's name is looked at here."""
-    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=0)) as server:
+    with served.running(grpc_port=0, build=EchoService) as server:
         url = (server.grpc_url or "").replace("grpc://", "http://")
         with pytest.raises(httpx.TransportError):
             httpx.post(f"{url}/inference.GRPCInferenceService/ServerMetadata", headers={"Host": "evil.example.com"})

@@ -1,6 +1,5 @@
 """ModelStreamInfer by tritonclient's streams and by clients of no library: order, errors, bounds and ends."""
 
-import asyncio
 import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,13 +16,14 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from guerdon.server.front import grpc_server
+import served
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
+from served import Serve
 from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, SLOW_TOKEN, EchoService, reward_of
-from server.helpers import INFER, body_of, outcomes, tried_again, wait_until
+from server.helpers import tried_again, wait_until
 from server.keys import SCORE, TRAIN, keyed
-from server.test_grpc_hostile import large_answers_call, message, raw_client
+from server.test_grpc_hostile import message
 
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 
@@ -70,14 +70,8 @@ def stream_to(server: RunningServer, key: str | None = None) -> Iterator[Stream]
 
 
 @pytest.fixture(scope="module")
-def service() -> EchoService:
-    return EchoService()
-
-
-@pytest.fixture(scope="module")
-def server(service: EchoService) -> Iterator[RunningServer]:
-    with RunningServer(service, ServerConfig(port=0, grpc_port=0, max_body_mb=1, max_bodies_mb=4)) as server:
-        yield server
+def server(service: EchoService, serve: Serve) -> RunningServer:
+    return serve(grpc_port=0, max_body_mb=1, max_bodies_mb=4, build=lambda _: service)
 
 
 def test_tritonclients_stream_is_answered_in_order_and_errors_do_not_end_it(server: RunningServer) -> None:
@@ -155,7 +149,7 @@ def test_a_client_that_leaves_cancels_its_work(server: RunningServer, service: E
 
 def test_a_stream_needs_a_key_and_counts_each_request(tmp_path: Path) -> None:
     config = keyed(tmp_path)
-    with RunningServer(EchoService(config), config) as server:
+    with served.running(config=config, build=EchoService) as server:
         with stream_to(server) as stream:
             assert stream.call.code() is grpc.StatusCode.UNAUTHENTICATED
         with stream_to(server, SCORE) as stream:
@@ -168,7 +162,7 @@ def test_a_stream_needs_a_key_and_counts_each_request(tmp_path: Path) -> None:
 def test_streams_have_places_of_their_own_which_they_give_back(tmp_path: Path) -> None:
     """Three keys, six places: each key has one that the others cannot take; calls need none of them."""
     config = keyed(tmp_path, max_body_mb=1, max_bodies_mb=6, read_timeout_s=120.0)
-    with RunningServer(EchoService(config), config) as server, grpc.insecure_channel(address(server)) as channel:
+    with served.running(config=config, build=EchoService) as server, grpc.insecure_channel(address(server)) as channel:
         streams = [Stream(channel, SCORE) for _ in range(4)]
         assert not any(stream.ask(message([5])).error_message for stream in streams)
         beyond = Stream(channel, SCORE)
@@ -209,25 +203,9 @@ def test_a_stream_on_which_nothing_comes_ends() -> None:
         assert "did not come within 1.5 s" in resting.call.details()
 
 
-@tried_again
-def test_answers_that_are_not_read_end_the_stream_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_server, "LEAST_BYTES_PER_S", 1 << 30)
-    config = ServerConfig(port=0, grpc_port=0, max_body_mb=1, max_bodies_mb=2, write_timeout_s=3.0)
-    with RunningServer(EchoService(), config) as server:
-        raw = raw_client(server)
-        raw.ask("ModelStreamInfer", large_answers_call())  # its answer takes all the room
-        wait_until(lambda: outcomes(server.http_url).get(("many", "ok")) == 1)
-        large = body_of([[5] * 200_000])
-        assert httpx.post(server.http_url + INFER, content=large).status_code == 503
-        wait_until(lambda: httpx.post(server.http_url + INFER, content=large).status_code == 400)  # it is too long
-        wait_until(lambda: not [task for task in asyncio.all_tasks(server._loop) if task.get_name() == "rpc_task"])
-        assert not raw.is_closed.is_set()
-        raw.close()
-
-
 def test_a_stop_does_not_wait_for_a_resting_stream() -> None:
     with (
-        RunningServer(EchoService(), ServerConfig(port=0, grpc_port=0), grace_s=300) as server,
+        served.running(grpc_port=0, build=EchoService, grace_s=300) as server,
         stream_to(server) as one,
     ):
         assert not one.ask(message([5])).error_message

@@ -14,11 +14,13 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+import served
 from guerdon.critic_core import Operation
 from guerdon.server.front import guard, http_app
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from guerdon.wire.forms import FORMS
+from served import Serve
 from server.arithmetic_critic import ArithmeticService
 from server.echo_service import CRASH_TOKEN, EchoService
 from server.helpers import INFER, body_of, wait_until
@@ -28,10 +30,9 @@ OPERATIONS = [f"critic_{operation}" for operation in Operation]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> RunningServer:
     config = keyed(tmp_path_factory.mktemp("guard"))
-    with RunningServer(EchoService(config), config) as server:
-        yield server
+    return serve(config=config, build=EchoService)
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +43,8 @@ def critic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="module")
-def keyless() -> Iterator[RunningServer]:
-    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=None)) as server:
-        yield server
+def keyless(serve: Serve) -> RunningServer:
+    return serve(build=EchoService)
 
 
 def paths() -> list[tuple[str, str]]:
@@ -294,7 +294,7 @@ def test_with_keys_a_page_may_have_any_name_of_its_own(server: RunningServer) ->
 
 def test_requests_are_counted_by_their_keys_holder(tmp_path: Path) -> None:
     config = keyed(tmp_path, grpc_port=None)
-    with RunningServer(EchoService(config), config) as server, httpx.Client(base_url=server.http_url) as client:
+    with served.running(config=config, build=EchoService) as server, httpx.Client(base_url=server.http_url) as client:
         client.get("/health")
         client.get("/v2", headers=bearer("wrong" * 9))
         client.get("/v2", headers=bearer(SCORE))

@@ -15,7 +15,7 @@ from guerdon.errors import CheckpointError, InvalidRequest, ServerFault, StartEr
 from guerdon.server import status
 from guerdon.settings.config import FREEZING, LearningConfig
 from server.arithmetic_critic import FAIL_TOKEN, ArithmeticTrainer, after, request
-from server.driving import Driver
+from server.driving import SAVE, Driver, run
 
 A, B, C, D, E = (request(name, value) for name, value in zip("abcde", (3, 5, 7, 11, 13), strict=True))
 
@@ -76,14 +76,10 @@ def test_answers_are_kept_as_they_were(tmp_path: Path) -> None:
 
 
 def test_positions_go_on_behind_a_checkpoint_whose_journal_is_empty_or_gone(tmp_path: Path) -> None:
-    with Driver(tmp_path, keep_checkpoints=1) as critic:
-        critic.train(A)
-        critic.train(B)
-        critic.ask(Operation.SAVE)
+    run(tmp_path, A, B, SAVE, keep_checkpoints=1)
     shutil.rmtree(tmp_path / "journal")
     for asked in (C, D):
-        with Driver(tmp_path, keep_checkpoints=1) as critic:
-            critic.train(asked)
+        run(tmp_path, asked, keep_checkpoints=1)
     assert records(tmp_path) == [3, 4]
     with Driver(tmp_path) as critic:
         assert critic.trainer.weight == after([A, B, C, D])
@@ -92,11 +88,7 @@ def test_positions_go_on_behind_a_checkpoint_whose_journal_is_empty_or_gone(tmp_
 def test_with_the_newest_checkpoint_damaged_the_one_before_and_the_journal_give_the_state(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Driver(tmp_path) as critic:
-        for asked in (A, B, C):
-            critic.train(asked)
-            critic.ask(Operation.SAVE)
-        critic.train(D)
+    run(tmp_path, A, SAVE, B, SAVE, C, SAVE, D)
     assert records(tmp_path) == [3, 4]
     damage(checkpoint(tmp_path, 3))
     with caplog.at_level(logging.ERROR), Driver(tmp_path) as critic:
@@ -110,10 +102,7 @@ def test_with_the_newest_checkpoint_damaged_the_one_before_and_the_journal_give_
 
 
 def test_with_the_only_checkpoint_damaged_the_whole_journal_gives_the_state(tmp_path: Path) -> None:
-    with Driver(tmp_path) as critic:
-        critic.train(A)
-        critic.ask(Operation.SAVE)
-        critic.train(B)
+    run(tmp_path, A, SAVE, B)
     damage(checkpoint(tmp_path, 1))
     with Driver(tmp_path) as critic:
         assert critic.trainer.weight == after([A, B])
@@ -126,9 +115,7 @@ def test_a_state_that_cannot_be_had_stops_the_start_and_is_never_silently_an_old
     with Driver(tmp_path, keep_checkpoints=1, keep_best="loss", keep_best_mode="min") as critic:
         critic.train(A)
         critic.ask(Operation.SAVE, metrics={"loss": -1})
-        critic.train(B)
-        critic.train(C)
-        critic.ask(Operation.SAVE)
+        critic.do(B, C, SAVE)
         for asked in (D, E)[:num_behind]:
             critic.train(asked)
         assert [info.step for info in critic.state().checkpoints] == [1, 3]
@@ -139,9 +126,7 @@ def test_a_state_that_cannot_be_had_stops_the_start_and_is_never_silently_an_old
 
 
 def test_with_all_checkpoints_damaged_and_no_journal_nothing_starts_from_scratch(tmp_path: Path) -> None:
-    with Driver(tmp_path) as critic:
-        critic.train(A)
-        critic.ask(Operation.SAVE)
+    run(tmp_path, A, SAVE)
     shutil.rmtree(tmp_path / "journal")
     damage(checkpoint(tmp_path, 1))
     for _ in range(2):  # also when it was put aside before
@@ -150,23 +135,20 @@ def test_with_all_checkpoints_damaged_and_no_journal_nothing_starts_from_scratch
 
 
 def test_a_journal_of_other_settings_is_not_replayed(tmp_path: Path) -> None:
-    with Driver(tmp_path, learning_rate=0.5) as critic:
-        critic.train(A)
+    run(tmp_path, A, learning_rate=0.5)
     with pytest.raises(StartError, match=r"written with learning_rate 0\.5; now: learning_rate 0\.25") as refused:
         Driver(tmp_path, learning_rate=0.25)
     assert "save a checkpoint" in refused.value.help
     with Driver(tmp_path, learning_rate=0.5, max_batch_tokens=7) as critic:
         critic.ask(Operation.SAVE)
-    with Driver(tmp_path, learning_rate=0.25) as critic:
-        critic.train(B)
+    run(tmp_path, B, learning_rate=0.25)
     with Driver(tmp_path, learning_rate=0.25) as critic:
         assert critic.trainer.weight == after([A, B])
 
 
 @pytest.mark.parametrize("name", [*(field.name for field in dataclasses.fields(LearningConfig)), *FREEZING])
 def test_no_setting_of_learning_is_forgotten(tmp_path: Path, name: str) -> None:
-    with Driver(tmp_path) as critic:
-        critic.train(A)
+    run(tmp_path, A)
     if name == "activation_checkpointing":  # which computes the same
         Driver(tmp_path, **{name: True}).close()
         return
@@ -187,9 +169,7 @@ def fails_now(patch: pytest.MonkeyPatch) -> None:
 def test_a_record_that_may_have_been_answered_is_never_given_up(
     tmp_path: Path, behind: list[TrainRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Driver(tmp_path, global_batch_size=1) as critic:
-        for asked in (A, FAILS_LATER, *behind):
-            critic.train(asked)
+    run(tmp_path, A, FAILS_LATER, *behind, global_batch_size=1)
     with monkeypatch.context() as patch:
         fails_now(patch)
         for _ in range(2):
@@ -209,9 +189,7 @@ def last_record(folder: Path) -> Path:
 def test_an_answered_last_record_that_is_cut_is_left_out_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Driver(tmp_path) as critic:
-        for asked in (A, B, C):
-            critic.train(asked)
+    run(tmp_path, A, B, C)
     last = last_record(tmp_path)
     last.write_bytes(last.read_bytes()[:-1])
     with caplog.at_level(logging.WARNING), Driver(tmp_path) as critic:
@@ -221,9 +199,7 @@ def test_an_answered_last_record_that_is_cut_is_left_out_and_said(
 
 
 def test_an_answered_last_record_with_wrong_content_stops_the_start(tmp_path: Path) -> None:
-    with Driver(tmp_path) as critic:
-        for asked in (A, B):
-            critic.train(asked)
+    run(tmp_path, A, B)
     last = last_record(tmp_path)
     whole = last.read_bytes()
     last.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -263,9 +239,7 @@ def test_nobody_is_answered_before_the_mark_is_on_the_disk(tmp_path: Path, monke
 def test_what_was_done_again_at_a_start_is_not_given_up_at_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Driver(tmp_path, global_batch_size=1) as critic:
-        critic.train(A)
-        critic.train(FAILS_LATER)
+    run(tmp_path, A, FAILS_LATER, global_batch_size=1)
     unmark_last(tmp_path)
     with Driver(tmp_path, global_batch_size=1) as critic:
         critic.train(FAILS_LATER)  # it is answered now
@@ -276,8 +250,7 @@ def test_what_was_done_again_at_a_start_is_not_given_up_at_the_next(
 
 def test_what_was_measured_last_is_measured_after_a_restart(tmp_path: Path) -> None:
     with Driver(tmp_path) as critic:
-        critic.train(A)
-        critic.ask(Operation.SAVE)
+        critic.do(A, SAVE)
         loss = critic.train(request("far", 100)).loss
     with Driver(tmp_path) as critic:
         assert f'guerdon_critic_loss{{critic="critic"}} {loss}' in critic.service.metrics.render().decode()
@@ -285,9 +258,7 @@ def test_what_was_measured_last_is_measured_after_a_restart(tmp_path: Path) -> N
 
 
 def test_a_save_that_is_due_after_a_restart_is_made(tmp_path: Path) -> None:
-    with Driver(tmp_path) as critic:
-        for asked in (A, B, C):
-            critic.train(asked)
+    run(tmp_path, A, B, C)
     with Driver(tmp_path, save_every=3) as critic:
         assert [info.step for info in critic.state().checkpoints] == [3]
 
@@ -295,8 +266,7 @@ def test_a_save_that_is_due_after_a_restart_is_made(tmp_path: Path) -> None:
 def test_a_model_whose_folder_was_moved_goes_on_and_another_dtype_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Driver(tmp_path, dtype="auto") as critic:
-        critic.train(A)
+    run(tmp_path, A, dtype="auto")
     with Driver(tmp_path, dtype="float32", revision="main") as critic:  # which auto came to
         critic.train(B)
     for change, told in (
@@ -313,8 +283,7 @@ def test_a_model_whose_folder_was_moved_goes_on_and_another_dtype_does_not(
 
 def test_a_checkpoint_of_other_settings_is_the_callers_error(tmp_path: Path) -> None:
     with Driver(tmp_path) as critic:
-        critic.train(A)
-        critic.ask(Operation.SAVE)
+        critic.do(A, SAVE)
 
         def load(*_: Any) -> None:
             raise CheckpointError("it was made with lora 4", "start with lora 4")
@@ -334,9 +303,7 @@ def unmark_last(folder: Path) -> None:
 def test_what_was_never_answered_may_fail_at_the_start_as_it_would_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Driver(tmp_path, global_batch_size=1) as critic:
-        critic.train(A)
-        critic.train(FAILS_LATER)
+    run(tmp_path, A, FAILS_LATER, global_batch_size=1)
     unmark_last(tmp_path)
     fails_now(monkeypatch)
     for _ in range(2):
@@ -348,9 +315,7 @@ def test_what_was_never_answered_may_fail_at_the_start_as_it_would_have(
 
 
 def test_a_replay_that_spoils_the_weights_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Driver(tmp_path, global_batch_size=1) as critic:
-        critic.train(A)
-        critic.train(FAILS_LATER)
+    run(tmp_path, A, FAILS_LATER, global_batch_size=1)
     unmark_last(tmp_path)
     fails_now(monkeypatch)
     trains = ArithmeticTrainer.train
@@ -377,9 +342,7 @@ def test_a_replay_that_spoils_the_weights_is_not_ready(tmp_path: Path, monkeypat
 def test_an_unanswered_record_that_breaks_the_trainer_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Driver(tmp_path, global_batch_size=1) as critic:
-        critic.train(A)
-        critic.train(FAILS_LATER)
+    run(tmp_path, A, FAILS_LATER, global_batch_size=1)
     unmark_last(tmp_path)
     monkeypatch.setattr("server.arithmetic_critic.BUG_TOKEN", LATER)
     with pytest.raises(
@@ -434,18 +397,14 @@ def test_the_checkpoint_that_a_record_returns_to_is_spared(tmp_path: Path) -> No
     with Driver(tmp_path, keep_checkpoints=2) as critic:
         critic.train(A)
         first = critic.ask(Operation.SAVE)
-        critic.train(B)
-        critic.ask(Operation.SAVE)
-        critic.train(C)
+        critic.do(B, SAVE, C)
         critic.ask(Operation.LOAD, checkpoint=first.name)  # a third one
         critic.train(D)
         assert [info.number for info in critic.state().checkpoints] == [1, 2, 3]
     damage(checkpoint(tmp_path, 3))
     with Driver(tmp_path) as critic:
         assert critic.trainer.weight == after([A, D]) and critic.trainer.trained == ["c", "d"]
-        for asked in (E, request("f", 1)):
-            critic.train(asked)
-            critic.ask(Operation.SAVE)
+        critic.do(E, SAVE, request("f", 1), SAVE)
         assert [info.number for info in critic.state().checkpoints] == [4, 5]
 
 

@@ -18,26 +18,14 @@ from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve
 from guerdon.wire.tensors import InferRequest, Tensor
+from served import Serve
 from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, NAN_TOKEN, SLOW_TOKEN, EchoService
 from server.helpers import INFER, body_of, connect, outcomes, tried_again, until_closed, wait_until
 
 
 @pytest.fixture(scope="module")
-def service() -> EchoService:
-    return EchoService()
-
-
-@pytest.fixture(scope="module")
-def running_server(service: EchoService) -> Iterator[RunningServer]:
-    config = ServerConfig(port=0, grpc_port=None, max_body_mb=1, max_requests=4)
-    with RunningServer(service, config) as server:
-        yield server
-
-
-@pytest.fixture
-def client(running_server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running_server.http_url, timeout=30) as client:
-        yield client
+def running_server(service: EchoService, serve: Serve) -> RunningServer:
+    return serve(max_body_mb=1, max_requests=4, build=lambda _: service)
 
 
 def error_of(response: httpx.Response, status: int) -> str:

@@ -46,7 +46,6 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Exception], None
 
         AttentionInterface.register(registry.NAME, failing)
 
-    torch.set_num_threads(1)
     yield install
     registry.register()
 

@@ -27,7 +27,7 @@ from guerdon.server.critic.controller import Critic
 from guerdon.server.runtime import RunningServer, serve
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 from server.arithmetic_critic import WAIT_TOKEN, ArithmeticService, ArithmeticTrainer, after, request
-from server.driving import Driver
+from server.driving import Driver, run
 from server.echo_service import EchoService
 from server.helpers import INFER, body_of, wait_until
 
@@ -81,8 +81,7 @@ def test_a_train_that_loses_a_rank_is_withdrawn_and_can_be_retried(tmp_path: Pat
     with Driver(tmp_path) as critic:
         assert critic.trainer.weight == after([A])
         critic.trainer.go.set()
-        critic.train(WAITS)
-        critic.train(WAITS)
+        critic.do(WAITS, WAITS)
         assert critic.trainer.weight == after([A, WAITS])
 
 
@@ -246,9 +245,7 @@ def test_a_train_that_the_disk_keeps_must_not_be_retried(tmp_path: Path, monkeyp
 
 
 def test_a_rank_told_to_stop_during_a_replay_leaves_between_two_records(tmp_path: Path) -> None:
-    with Driver(tmp_path) as critic:
-        for asked in (A, B, LATER):
-            critic.train(asked)
+    run(tmp_path, A, B, LATER)
     config = CriticConfig(model="arithmetic", checkpoint_dir=str(tmp_path))
     trainer, stop = ArithmeticTrainer(config), threading.Event()
 

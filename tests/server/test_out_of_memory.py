@@ -1,7 +1,8 @@
-"""Where memory ends, in a forward or beside it: halves go on, one sample fails by itself, and the server lives."""
+"""Batches that do not fit are halved; a dead device, or a loop that ends by a bug, ends the server."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -11,17 +12,24 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 import zoo
-from guerdon.core import Command, Score, Scored, Sequence, Signal
-from guerdon.errors import Offloaded, ServerFault, Unavailable, is_out_of_memory
+from guerdon.core import Command, Score, Scored, ScoreRequest, Sequence, Signal
+from guerdon.errors import Offloaded, ServerFault, TrainFailed, Unavailable, is_out_of_memory
+from guerdon.server import status
 from guerdon.server.batching.budget import Budget
+from guerdon.server.batching.halving import check_device
 from guerdon.server.batching.jobs import Job, Limits
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.scheduler import Scheduler
 from guerdon.server.metrics import Metrics
+from guerdon.server.service import Service
+from server.arithmetic_critic import ArithmeticService, request
+from server.echo_service import EchoService
+from server.helpers import INFER, body_of
 
 TESTS = Path(__file__).parents[1]
 
@@ -246,3 +254,134 @@ def test_a_real_models_batch_that_the_memory_cannot_hold(tmp_path: Path) -> None
     np.testing.assert_allclose(told["with_long"], told["alone"][:6], atol=1e-5)
     assert told["after_long"]["budget"] >= 96
     np.testing.assert_allclose(told["still"], told["alone"][:5], atol=1e-5)
+
+
+WHY = "CUDA error: an illegal memory access was encountered"
+ROWS = [np.array([5, n]) for n in range(4)]
+
+
+class AcceleratorError(RuntimeError):
+    """As torch names it."""
+
+
+DEAD = AcceleratorError(f"{WHY}\nCUDA kernel errors might be asynchronously reported at some other API call")
+
+
+async def check_that_it_ends(service: Service) -> None:
+    async with asyncio.timeout(30):
+        await service.ending.wait()
+    with pytest.raises(ServerFault, match=WHY):
+        service.check_ready()
+    assert not status.is_ready(service) and WHY in status.why_not_ready(service)
+    assert isinstance(service.loss, ServerFault) and service.loss.__cause__ is None  # and so no frames of a forward
+    await asyncio.to_thread(service.stop, 5.0)
+
+
+async def test_a_batch_is_not_halved_and_all_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, calls = EchoService(), []
+
+    def score(sequences: list[Any]) -> None:
+        calls.append(len(sequences))
+        raise DEAD
+
+    monkeypatch.setattr(service.scorer, "score", score)
+    service.start()
+    reply = await service.score("reward_model", ScoreRequest(tokens=ROWS))
+    assert calls == [len(ROWS)]
+    assert all(isinstance(r, ServerFault) and f"the server ends ({WHY})" in str(r) for r in reply.results)
+    await check_that_it_ends(service)
+
+
+@pytest.mark.parametrize(
+    "error", [DEAD, TrainFailed(f"global batch 1 of 1 failed (AcceleratorError: {WHY}\n): nothing")]
+)
+async def test_a_train_is_told_and_is_the_last(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = ArithmeticService(tmp_path)
+
+    def train(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(service.trainer, "train", train)
+    service.start()
+    with pytest.raises(ServerFault, match=WHY):
+        await service.call("critic_train", request("a", 3.0))
+    await check_that_it_ends(service)
+
+
+async def test_a_bad_sample_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = EchoService()
+
+    def score(sequences: list[Any]) -> None:
+        raise ValueError(f"AcceleratorError: {WHY}")  # what a client has written
+
+    monkeypatch.setattr(service.scorer, "score", score)
+    service.start()
+    reply = await service.score("reward_model", ScoreRequest(tokens=ROWS))
+    assert all(isinstance(r, ServerFault) for r in reply.results) and status.is_ready(service)
+    await asyncio.to_thread(service.stop, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_dead"),
+    [
+        (AcceleratorError("CUDA error: device-side assert triggered"), True),
+        (AcceleratorError("HIP error: unspecified launch failure"), True),
+        (ServerFault(f"rank 3 on gpu-2.local: AcceleratorError: {WHY}"), True),
+        (TrainFailed(f"global batch 1 of 2 failed (rank 1 on a: AcceleratorError: {WHY}): nothing was changed"), True),
+        (AcceleratorError("CUDA error: invalid configuration argument"), False),
+        (RuntimeError(WHY), False),
+        (ServerFault(f"rank 3 on gpu-2: ValueError: AcceleratorError: {WHY}"), False),
+    ],
+)
+def test_what_says_that_a_device_is_dead(error: Exception, is_dead: bool) -> None:
+    if is_dead:
+        with pytest.raises(ServerFault, match="computes nothing any more") as raised:
+            check_device(error)
+        assert raised.value is not error
+    else:
+        check_device(error)
+
+
+_SERVED = """\
+from guerdon.settings.config import ServerConfig
+from guerdon.server.batching.scheduler import Scheduler
+from guerdon.server.runtime import run
+from server.echo_service import EchoService
+Scheduler.observe = None
+run(EchoService(), ServerConfig(port=0, grpc_port=0), on_started=lambda http, _: print(http, flush=True))
+"""
+
+
+async def test_what_is_asked_afterwards_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "observe", None)
+    service = EchoService()
+    service.start()
+    reply = await service.score("reward_model", ScoreRequest(tokens=[np.array([5])]))
+    assert isinstance(reply.results[0], ServerFault)
+    async with asyncio.timeout(30):
+        await service.ending.wait()
+    with pytest.raises(ServerFault, match="cannot compute any more") as raised:
+        service.check_ready()
+    assert raised.value is not service.loss and not raised.value.retryable
+    assert not status.is_ready(service) and "cannot compute any more" in status.why_not_ready(service)
+    await asyncio.to_thread(service.stop, 5.0)
+
+
+def test_the_process_ends_with_an_error() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _SERVED]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        try:
+            told = httpx.post(url + INFER, content=body_of([[5]]), timeout=60)
+            assert (told.status_code, told.headers["guerdon-error"]) == (500, "ServerFault")
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert "the thread that computes has ended" in said and "ServerFault: the server cannot compute" in said

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
 from types import ModuleType
 
 import numpy as np
@@ -13,8 +12,9 @@ import tritonclient.http
 import tritonclient.http.aio
 from tritonclient.utils import InferenceServerException
 
+import served
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ServerConfig
+from served import Serve
 from server.echo_service import EOS, EchoService, reward_of, reward_of_text
 
 pytestmark = pytest.mark.filterwarnings("ignore:tritonclient.* doesn't support")
@@ -29,9 +29,8 @@ def pytriton() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def running_server() -> Iterator[RunningServer]:
-    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=0)) as server:
-        yield server
+def running_server(serve: Serve) -> RunningServer:
+    return serve(grpc_port=0, build=EchoService)
 
 
 @pytest.fixture(params=["http", "grpc"])
@@ -116,9 +115,8 @@ def test_tritonclient_http_reads_health_and_descriptions(running_server):
 
 
 def test_tritonclient_reads_statistics_over_both_transports():
-    config = ServerConfig(port=0, grpc_port=0)
     with (
-        RunningServer(EchoService(config), config) as server,
+        served.running(grpc_port=0, build=EchoService) as server,
         tritonclient.http.InferenceServerClient(address(server.http_url)) as over_http,
         tritonclient.grpc.InferenceServerClient(address(server.grpc_url)) as over_grpc,
     ):

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+import served
 from guerdon.errors import StartError
 from guerdon.server.runtime import RunningServer, check_addresses
 from guerdon.settings.config import ServerConfig
@@ -21,7 +22,7 @@ from server.helpers import INFER, body_of, echo_process, wait_until
 
 
 def test_free_ports_are_reported_and_used():
-    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=None)) as server:
+    with served.running(build=EchoService) as server:
         assert server.grpc_url is None
         assert httpx.get(server.http_url + "/v2/health/ready").status_code == 200
         url = server.http_url
@@ -77,7 +78,7 @@ def test_a_server_may_open_as_many_files_as_allowed_and_useful(hard):
 
 
 def test_two_servers_cannot_share_a_grpc_port():
-    with RunningServer(EchoService(), ServerConfig(port=0, grpc_port=0)) as server:
+    with served.running(grpc_port=0, build=EchoService) as server:
         port = int((server.grpc_url or "").rsplit(":", 1)[1])
         with pytest.raises(StartError, match="gRPC"):
             RunningServer(EchoService(), ServerConfig(port=0, grpc_port=port))

@@ -1,6 +1,7 @@
-"""Which sequences make the next batch; no clock and no thread, so every case is a few literals."""
+"""Which sequences make the next batch, and in which order scores and orders go: no clock and no thread."""
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from guerdon.core import Sequence
 from guerdon.errors import Overloaded
 from guerdon.server.batching.jobs import Batch, Job, Limits
+from guerdon.server.batching.orders import Order
 from guerdon.server.batching.scheduler import Scheduler
 from guerdon.teacher_core import ANSWER_BYTES_A_TOKEN, LogprobQuery
 
@@ -272,3 +274,99 @@ def test_what_neighbours_share_costs_once_even_if_the_groups_first_lacks_it() ->
     s.add(Job([Sequence(row) for row in rows]))
     batch = s.take(0.0)
     assert batch is not None and len(batch.entries) == 12 and batch.num_tokens == 30 + 3 * 20 + 12 * 2
+
+
+def ordered_scheduler(**limits: Any) -> Scheduler:
+    return Scheduler(Limits(**limits))
+
+
+def order(num_sequences: int = 0, num_tokens: int = 0) -> Order:
+    return Order(lambda group: None, num_sequences=num_sequences, num_tokens=num_tokens)
+
+
+def ordered_job(num_sequences: int = 1, length: int = 10, priority: int = 0) -> Job:
+    return Job([Sequence(np.full(length, i)) for i in range(num_sequences)], priority)
+
+
+def enqueue(s: Scheduler, *items: Job | Order) -> None:
+    for item in items:
+        s.add(item) if isinstance(item, Job) else s.orders.add(item)
+
+
+def take_all(s: Scheduler) -> list[object]:
+    """Everything in the order in which it is taken, a batch as the set of its jobs."""
+    out: list[object] = []
+    while (item := s.take(0.0)) is not None:
+        out.append(set(item.jobs()) if isinstance(item, Batch) else item)
+    return out
+
+
+def waiting(s: Scheduler) -> tuple[int, int]:
+    return s.room.sequences.taken, s.room.tokens.taken
+
+
+def test_scores_and_orders_keep_the_order_in_which_they_came() -> None:
+    s, a, b, c, d = ordered_scheduler(), ordered_job(), ordered_job(), ordered_job(), ordered_job()
+    first, second, third = order(), order(), order()
+    enqueue(s, a, b, first, c, second, third, d)
+    assert s.requests() == (set(), 7)
+    assert take_all(s) == [{a, b}, first, {c}, second, third, {d}]
+    assert (*waiting(s), s.starts_at()) == (0, 0, None)
+
+
+def test_an_order_waits_for_all_batches_of_the_scores_before_it_and_no_priority_passes_it() -> None:
+    s, big, urgent, train = ordered_scheduler(max_batch_tokens=20), ordered_job(5), ordered_job(priority=9), order()
+    enqueue(s, big, train, urgent)
+    assert take_all(s) == [{big}, {big}, {big}, train, {urgent}]
+
+
+def test_a_job_that_arrives_while_an_order_runs_waits_for_that_order_only() -> None:
+    s, train, late = ordered_scheduler(), order(), ordered_job()
+    enqueue(s, train)
+    assert s.take(0.0) is train
+    enqueue(s, late)
+    assert take_all(s) == [{late}]
+
+
+def test_scores_before_an_order_wait_for_no_company() -> None:
+    s, few, train = ordered_scheduler(batch_sizes=(8,), max_delay_s=60.0), ordered_job(2), order()
+    enqueue(s, few)
+    assert s.take(1.0) is None and s.starts_at() == 60.0
+    enqueue(s, train)
+    assert s.starts_at() == 0.0
+    assert take_all(s) == [{few}, train]
+
+
+def test_held_scores_and_orders_count_in_the_queue() -> None:
+    s = ordered_scheduler(max_queue_sequences=4, max_queue_tokens=1000)
+    enqueue(s, order(2, 20), ordered_job(2))
+    assert waiting(s) == (4, 40)
+    for item in (ordered_job(), order(1, 10), order()):  # an order without sequences counts as one
+        with pytest.raises(Overloaded):
+            enqueue(s, item)
+    with pytest.raises(Overloaded):
+        s.room.check_coming(1, 0, "")
+    s.orders.add(order(), finds_room=True)
+    assert waiting(s) == (5, 40)
+    take_all(s)
+    enqueue(s, order())
+    assert waiting(s) == (1, 0)
+    take_all(s)
+    enqueue(s, order(9, 9999))  # an empty queue takes anything
+    with pytest.raises(Overloaded):
+        enqueue(s, ordered_job())
+
+
+def test_a_held_score_is_dropped_if_its_client_disconnects() -> None:
+    s, train, gone, stays = ordered_scheduler(), order(), ordered_job(), ordered_job()
+    enqueue(s, train, gone, stays)
+    s.cancel(gone)
+    assert gone.cancelled and s.room.sequences.taken == 1 + 1
+    assert take_all(s) == [train, {stays}]
+
+
+def test_dropping_all_gives_everything_back() -> None:
+    s, a, train, b = ordered_scheduler(), ordered_job(), order(3, 3), ordered_job()
+    enqueue(s, a, train, b)
+    assert s.drop_all() == ([a, b], [train])
+    assert take_all(s) == [] and waiting(s) == (0, 0)

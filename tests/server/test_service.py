@@ -1,8 +1,9 @@
-"""The data plane over real models and functions: checks, failures that stay alone, limits, deadlines, truncation."""
+"""The data plane over real models and functions: checks, failures that stay alone, limits, deadlines, gauges."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from guerdon.errors import (
 )
 from guerdon.server.service import Service
 from guerdon.settings.config import ModelConfig, ServerConfig
+from server.helpers import until
 
 
 @contextlib.asynccontextmanager
@@ -47,12 +49,6 @@ def fresh() -> None:
 
 def request(*rows: list[int], **kw: object) -> ScoreRequest:
     return ScoreRequest(tokens=[np.array(row, dtype=np.int64) for row in rows], **kw)  # type: ignore[arg-type]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_scores_come_in_the_order_of_the_samples() -> None:
@@ -251,3 +247,44 @@ async def test_metrics_tell_what_was_received_and_what_was_computed(tmp_path: Pa
     assert 'guerdon_received_tokens_total{model="reward_model"} 164.0' in text
     assert 'guerdon_computed_tokens_total{model="reward_model"} 44.0' in text
     assert 'path="packed+shared"' in text and 'guerdon_queue_sequences{model="reward_model"} 0.0' in text
+
+
+def told(service: Service) -> dict[str, float]:
+    """Running, waiting and pending requests, and what was answered, of the one model."""
+    found = re.findall(
+        r'^(\w+)\{model="reward_model"(?:,version="1")?\} (\S+)$', service.metrics.render().decode(), re.MULTILINE
+    )
+    return {name: float(value) for name, value in found}
+
+
+async def test_requests_wait_until_something_of_them_is_taken_up_and_run_until_their_answer() -> None:
+    model = ModelConfig(model="scorers:score", max_batch_tokens=2)
+    service = build_service(ServerConfig(models=[model]))
+    service.start()
+    try:
+        idle = told(service)
+        assert idle["guerdon_num_requests_running"] == idle["guerdon_num_requests_waiting"] == 0
+        assert idle["nv_inference_pending_request_count"] == idle["nv_inference_request_success"] == 0
+        # The first has more sequences than a batch holds: while its first batch is held, its others wait, and it runs.
+        first = asyncio.create_task(service.score("reward_model", request([77], [1], [2], [3], [4])))
+        await until(lambda: bool(scorers.calls))
+        others = [asyncio.create_task(service.score("reward_model", request([5], [6]))) for _ in range(3)]
+        await until(lambda: service.loops.depth()["reward_model"][0] > 5)
+        busy = told(service)
+        assert busy["guerdon_num_requests_running"] == 1
+        assert busy["guerdon_num_requests_waiting"] == 3
+        assert busy["nv_inference_pending_request_count"] == 3
+        others[0].cancel()
+        await until(lambda: told(service)["guerdon_num_requests_waiting"] == 2)
+        scorers.hold.set()
+        await asyncio.gather(first, *others[1:])
+        await until(lambda: told(service)["guerdon_num_requests_running"] == 0)
+        done = told(service)
+        assert done["guerdon_num_requests_waiting"] == done["nv_inference_pending_request_count"] == 0
+        assert done["nv_inference_count"] == done["guerdon_batch_sequences_sum"] == 9
+        assert done["nv_inference_exec_count"] == done["guerdon_batch_seconds_count"]
+        assert done["guerdon_request_inference_time_seconds_count"] == 3
+        assert done["guerdon_request_inference_time_seconds_sum"] >= done["guerdon_batch_seconds_sum"]
+    finally:
+        scorers.hold.set()
+        await asyncio.to_thread(service.stop)

@@ -3,7 +3,6 @@
 import os
 import socket
 import ssl
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from tritonclient.grpc import service_pb2_grpc
 from guerdon.errors import ConfigError
 from guerdon.server.runtime import RunningServer, check_addresses
 from guerdon.settings.config import ServerConfig
+from served import Serve
 from server.echo_service import EchoService
 from server.helpers import INFER, body_of, tried_again, wait_until
 
@@ -56,15 +56,13 @@ def config_of(files: Files, *, mutual: bool = False) -> ServerConfig:
 
 
 @pytest.fixture(scope="module")
-def server(files: Files) -> Iterator[RunningServer]:
-    with RunningServer(EchoService(), config_of(files)) as running:
-        yield running
+def server(files: Files, serve: Serve) -> RunningServer:
+    return serve(config=config_of(files), build=EchoService)
 
 
 @pytest.fixture(scope="module")
-def mutual(files: Files) -> Iterator[RunningServer]:
-    with RunningServer(EchoService(), config_of(files, mutual=True)) as running:
-        yield running
+def mutual(files: Files, serve: Serve) -> RunningServer:
+    return serve(config=config_of(files, mutual=True), build=EchoService)
 
 
 def context_of(files: Files, client: str | None = None) -> ssl.SSLContext:
@@ -153,11 +151,10 @@ def test_the_core_of_grpc_tells_errors_alone(files, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def hasty(files: Files) -> Iterator[RunningServer]:
+def hasty(files: Files, serve: Serve) -> RunningServer:
     config = config_of(files)
     config.header_timeout_s = 1.5
-    with RunningServer(EchoService(), config) as running:
-        yield running
+    return serve(config=config, build=EchoService)
 
 
 @tried_again

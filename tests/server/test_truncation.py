@@ -1,13 +1,23 @@
-"""Truncation that a request asks for: a real checkpoint scores the ids that transformers would cut."""
+"""What is read of long texts and token ids: what is cut, on which side, and what is refused."""
 
-from collections.abc import Iterator
+import asyncio
+import contextlib
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import numpy as np
+import orjson
+import psutil
 import pytest
-from tokenizers import processors
+from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 import chats
@@ -15,11 +25,15 @@ import zoo
 from guerdon import RewardClient
 from guerdon.assembly import build_service
 from guerdon.core import ModelInfo, ScoreRequest, Sequence, Truncation
+from guerdon.engine.checkpoint import cuts
 from guerdon.engine.checkpoint.text import TextEncoder
-from guerdon.errors import InvalidRequest
+from guerdon.errors import InvalidRequest, Overloaded
 from guerdon.server import reading, truncating
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ModelConfig, ServerConfig
+from guerdon.server.service import Service
+from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
+from guerdon.wire.forms import tokens
+from served import Serve, running, sums
 
 MAX_LENGTH = 12
 TEXT = "abcdefghijklmnopqrstuvwxyz"
@@ -40,14 +54,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[RunningServer]:
+def server(folder: Path, serve: Serve) -> RunningServer:
     models = [
         ModelConfig(model=str(folder), max_length=MAX_LENGTH, deterministic=True),
         ModelConfig(model=str(folder), max_length=MAX_LENGTH, deterministic=True, truncation="left", name="cuts"),
     ]
-    config = ServerConfig(port=0, grpc_port=None, models=models)
-    with RunningServer(build_service(config), config, grace_s=0) as running:
-        yield running
+    return serve(*models, grace_s=0)
 
 
 def expected(folder: Path, side: Side, max_tokens: int, add_special_tokens: bool) -> float:
@@ -113,7 +125,7 @@ def conversation(prompt: str, answer: str) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, Path]]:
+def chat(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> tuple[RunningServer, Path]:
     """A model without a limit of its own that matters here, and two whose servers cut to 40 tokens."""
     folder = zoo.tokenizer(zoo.checkpoint("llama", tmp_path_factory.mktemp("chat")))
     models = [ModelConfig(model=str(folder), deterministic=True)]
@@ -121,9 +133,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServ
         ModelConfig(model=str(folder), deterministic=True, truncation=side, name=side, max_length=40)
         for side in ("left", "right")
     ]
-    config = ServerConfig(port=0, grpc_port=None, models=models)
-    with RunningServer(build_service(config), config, grace_s=0) as running:
-        yield running, folder
+    return serve(*models, grace_s=0), folder
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -212,3 +222,270 @@ def test_the_answer_is_found_in_every_familys_template(family: str, tmp_path: Pa
                 assert whole[len(part) :].removesuffix(ending).strip() == answer.strip()
             else:
                 assert part.strip() == ending.strip() and whole.removesuffix(part).endswith(answer.strip())
+
+
+TEXTS = ["In 2024, the théâtre — 日本語 😀!", "<extra_0>the other", "", " the"]
+ASKED = [{"role": "user", "content": "What is 3+4?"}]
+ANSWERED = [*ASKED, {"role": "assistant", "content": "7"}]
+
+
+@pytest.fixture(scope="module")
+def ids_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.tokenizer(zoo.checkpoint("llama", tmp_path_factory.mktemp("rm"), num_labels=3))
+
+
+@pytest.fixture(scope="module")
+def client(ids_folder: Path) -> Iterator[httpx.Client]:
+    teacher = zoo.tokenizer(zoo.language_model("gpt2", ids_folder / "teacher"))
+    models = [ModelConfig(model="served:agreement", name="agreement"), ModelConfig(model=str(ids_folder), name="rm")]
+    config = ServerConfig(port=0, grpc_port=None, models=[*models, TeacherConfig(model=str(teacher))])
+    with running(config=config) as server, httpx.Client(base_url=server.http_url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def file(ids_folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(ids_folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("added", [None, False, True])
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_texts_ids_are_those_of_the_file(
+    text: str, added: bool | None, client: httpx.Client, file: Tokenizer
+) -> None:
+    body = {"prompt": text} | ({} if added is None else {"add_special_tokens": added})
+    told = client.post("/tokenize", json=body | {"return_token_strs": True}).json()
+    want = file.encode(text, add_special_tokens=bool(added))
+    assert told == {
+        "count": len(want.ids),
+        "max_model_len": zoo.MAX_LENGTH,
+        "tokens": want.ids,
+        "token_strs": want.tokens,
+    }
+    assert client.post("/tokenize?add_special_tokens=true", json={"prompt": text}).json()["tokens"][:1] == [zoo.BOS]
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_teis_tokens_have_their_places(added: bool, client: httpx.Client, file: Tokenizer) -> None:
+    told = client.post("/tokenize", json={"inputs": TEXTS, "add_special_tokens": added}).json()
+    for text, row in zip(TEXTS, told, strict=True):
+        want = file.encode(text, add_special_tokens=added)
+        assert [token["id"] for token in row] == want.ids
+        for token, is_added, (start, stop) in zip(row, want.special_tokens_mask, want.offsets, strict=True):
+            place = (None, None) if is_added else (start, stop)
+            assert (token["special"], token["start"], token["stop"]) == (bool(is_added), *place)
+            assert token["text"] == ("<s>" if is_added else text[start:stop])
+    assert (
+        client.post("/tokenize", json={"inputs": TEXTS[0]}).json()[0]
+        == client.post("/tokenize", json={"inputs": TEXTS}).json()[0]
+    )
+
+
+def test_a_second_bos_is_added_nowhere(client: httpx.Client) -> None:
+    """As where texts are scored."""
+    (row,) = client.post("/tokenize", json={"inputs": "<s>the", "add_special_tokens": True}).json()
+    body = {"prompt": "<s>the", "add_special_tokens": True}
+    assert [t["id"] for t in row] == client.post("/tokenize", json=body).json()["tokens"]
+    assert [t["id"] for t in row].count(zoo.BOS) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "messages"),
+    [
+        ({}, ASKED),
+        ({"add_generation_prompt": False}, ANSWERED),
+        ({"continue_final_message": True}, ANSWERED),
+        ({"add_generation_prompt": True}, ANSWERED),
+    ],
+)
+def test_messages_are_rendered_as_vllm_does(
+    options: dict[str, bool], messages: list[dict[str, str]], client: httpx.Client, ids_folder: Path
+) -> None:
+    continues = options.get("continue_final_message", False)
+    want = AutoTokenizer.from_pretrained(ids_folder).apply_chat_template(
+        messages,
+        return_dict=False,
+        add_generation_prompt=options.get("add_generation_prompt", not continues),
+        continue_final_message=continues,
+    )
+    told = client.post("/tokenize", json={"messages": messages, **options}).json()
+    assert told["tokens"] == want and told["count"] == len(want)
+
+
+def test_ids_are_decoded(client: httpx.Client, file: Tokenizer) -> None:
+    ids = [zoo.BOS, *file.encode(TEXTS[0], add_special_tokens=False).ids]
+    assert client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "<s>" + TEXTS[0]}
+    refused = client.post("/detokenize", json={"tokens": [5, zoo.VOCAB_SIZE]})
+    assert refused.status_code == 400 and "outside the vocabulary" in refused.json()["error"]["message"]
+
+
+def test_the_model_is_that_which_is_named_and_has_a_tokenizer(client: httpx.Client, ids_folder: Path) -> None:
+    for body, query in (
+        ({"model": "teacher"}, ""),
+        ({}, "?model=teacher"),
+        ({"model": str(ids_folder / "teacher")}, ""),
+    ):
+        assert client.post(f"/tokenize{query}", json={"prompt": "the", **body}).status_code == 200
+    unknown = client.post("/tokenize", json={"prompt": "a", "model": "nobody"})
+    assert unknown.status_code == 404 and "served here: agreement, rm, teacher" in unknown.json()["error"]["message"]
+    without = client.post("/tokenize", json={"prompt": "a", "model": "agreement"})
+    assert without.status_code == 400 and "agreement has no tokenizer" in without.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        ("/tokenize", {}, "neither prompt nor messages"),
+        ("/tokenize", {"prompt": "a", "messages": ASKED}, "prompt and messages"),
+        ("/tokenize", {"prompt": 5}, "prompt is 5"),
+        ("/tokenize", {"prompt": "\ud800"}, "JSON"),
+        ("/tokenize", {"prompt": "a", "chat_template": "b"}, "chat_template is not supported"),
+        ("/tokenize", {"messages": [{"role": "cat", "content": "a"}]}, "unknown role cat"),
+        ("/tokenize", {"messages": ANSWERED, "add_generation_prompt": True, "continue_final_message": True}, "both"),
+        ("/tokenize", {"inputs": []}, "inputs is an empty list"),
+        ("/tokenize", {"inputs": ["a", 1]}, "inputs[1] is 1"),
+        ("/tokenize", {"inputs": ["a" * tokens.MAX_SPANS, "b"]}, "at most 32,768 are tokenised"),
+        ("/tokenize", {"prompt": "a" * (tokens.MAX_TEXT + 1)}, "at most 131,072 are tokenised"),
+        ("/detokenize", {"tokens": []}, "tokens is an empty list"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0] is -1"),
+    ],
+)
+def test_what_is_wrong_is_named(path: str, body: dict[str, object], text: str, client: httpx.Client) -> None:
+    refused = client.post(path, content=json.dumps(body))
+    assert refused.status_code == 400 and text in refused.json()["error"]["message"]
+
+
+def test_a_large_answer_comes_whole(client: httpx.Client, file: Tokenizer) -> None:
+    text = "the other 😀 " * 2_700
+    (row,) = client.post("/tokenize", json={"inputs": text}).json()
+    want = file.encode(text, add_special_tokens=False)
+    assert [token["id"] for token in row] == want.ids and [row[-1]["start"], row[-1]["stop"]] == [*want.offsets[-1]]
+    assert client.post("/tokenize", json={"prompt": text}).json()["tokens"] == want.ids
+
+
+def test_info_has_teis_fields(client: httpx.Client, ids_folder: Path) -> None:
+    told = client.get("/info?model=rm").json()
+    assert told["model_type"]["classifier"]["id2label"] == {str(i): f"LABEL_{i}" for i in range(3)}
+    assert told["model_id"] == str(ids_folder) and told["model_dtype"] == "float32"
+    assert told["max_input_length"] == zoo.MAX_LENGTH and told["auto_truncate"] is False
+    fields = "model_id model_sha model_dtype model_type max_concurrent_requests max_input_length max_batch_tokens "
+    fields += "max_batch_requests max_client_batch_size auto_truncate tokenization_workers version sha docker_label"
+    assert {*told} == {*fields.split()}  # of `Info` in TEI's router/src/lib.rs
+    assert "reranker" in client.get("/info").json()["model_type"]
+    unknown = client.get("/info?model=nobody")
+    assert unknown.status_code == 404 and unknown.json()["error_type"] == "Validation"
+
+
+def test_a_sum_has_no_tokens_of_its_own(tmp_path: Path) -> None:
+    with sums(tmp_path) as server, httpx.Client(base_url=server.http_url) as client:
+        assert client.post("/tokenize", json={"prompt": "a", "model": "total"}).status_code == 400
+        assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200  # by the first with a tokenizer
+        assert client.get("/info?model=total").status_code == 200
+
+
+LONG = "the ring of the reader " * 40_000
+"""920,000 characters, 14 steps."""
+
+
+@pytest.fixture(scope="module")
+def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return zoo.tokenizer(zoo.checkpoint("llama", tmp_path_factory.mktemp("long")))
+
+
+def test_a_small_body_that_holds_a_long_text_takes_little_memory(long_folder: Path) -> None:
+    command = [sys.executable, "-m", "guerdon", "serve", str(long_folder), "--port", "0", "--no-grpc"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        assert process.stdout is not None
+        found = re.search(r":(\d+)", next(line for line in process.stdout if "ready at" in line))
+        assert found is not None
+        body = gzip.compress(orjson.dumps({"input": "the ring of a reader " * 1_150_000}))
+        assert len(body) < 100_000
+        peaks = []
+        for text in (orjson.dumps({"input": "the ring"}), body):
+            headers = {"Content-Encoding": "gzip"} if text is body else {}
+            answer = httpx.post(f"http://127.0.0.1:{found[1]}/classify", content=text, headers=headers, timeout=120)
+            peaks.append(psutil.Process(process.pid).memory_info().rss)
+        assert answer.status_code == 400 and f"has more than {zoo.MAX_LENGTH} tokens" in answer.text
+        status = Path(f"/proc/{process.pid}/status")
+        if status.exists():
+            peaks.append(1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1]))  # type: ignore[index]
+        # The body and its text are held a few times over; tokenised whole it took 3 GB.
+        assert max(peaks) - peaks[0] < 400e6
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Service, list[int]]]:
+    """A service that truncates on the left, so that a long prompt's length is counted; and what it tokenised."""
+    ids, seen = TextEncoder._ids, []
+
+    def counting(self: TextEncoder, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
+        seen.append(sum(map(len, texts)))
+        return ids(self, texts, add_special_tokens)
+
+    monkeypatch.setattr(TextEncoder, "_ids", counting)
+    service = build_service(ServerConfig(models=[ModelConfig(model=str(folder))]))
+    seen.clear()
+    service.start()
+    try:
+        yield service, seen
+    finally:
+        await asyncio.to_thread(service.stop)
+
+
+def many(count: int) -> ScoreRequest:
+    """Texts that are tokenised for as long as `count` steps take."""
+    return ScoreRequest(texts=[LONG[:60_000]] * count)
+
+
+async def test_one_clients_texts_do_not_starve_anothers(long_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(long_folder, monkeypatch) as (service, seen):
+        flood = [asyncio.create_task(service.score("reward_model", many(15), "a")) for _ in range(3)]
+        while len(seen) < 2:
+            await asyncio.sleep(0.001)
+        before = len(seen)
+        await service.score("reward_model", ScoreRequest(texts=["the ring"]), "b")
+        # Two threads, on which the clients alternate.
+        assert sum(seen[before : seen.index(len("the ring"))]) <= 4 * cuts.PIECE
+        for task in flood:
+            assert all(isinstance(row, InvalidRequest) for row in (await task).results)
+
+
+async def test_nothing_more_is_tokenised_for_who_has_left(long_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(long_folder, monkeypatch) as (service, seen):
+        leaves = asyncio.create_task(service.score("reward_model", many(200), "a"))
+        while len(seen) < 2:
+            await asyncio.sleep(0.001)
+        leaves.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaves
+        before = len(seen)
+        for _ in range(5):
+            await service.score("reward_model", ScoreRequest(texts=["the ring"]), "a")
+        assert len(seen) - before <= 5 + 1
+
+
+async def test_a_text_is_tokenised_no_further_than_its_model_reads(
+    long_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(long_folder, monkeypatch) as (service, seen):
+        reply = await service.score("reward_model", ScoreRequest(texts=[LONG]))
+        assert f"has more than {zoo.MAX_LENGTH} tokens" in str(reply.results[0])
+        assert len(seen) == 1 and seen[0] < len(LONG) / 10
+
+
+async def test_texts_are_not_tokenised_if_the_queue_has_no_room_for_them(
+    long_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(long_folder, monkeypatch) as (service, seen):
+        room = service.loops.of["reward_model"]._schedulers["reward_model"].room
+        room.take(waiting := room.sequences.total - 1, 1, "")
+        with pytest.raises(Overloaded):
+            await service.score("reward_model", ScoreRequest(texts=["the ring"] * 2))
+        assert not seen
+        room.give(waiting, 1, "")
+        await service.score("reward_model", ScoreRequest(texts=["the ring"] * 2))
+        assert seen

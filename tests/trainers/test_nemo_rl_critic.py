@@ -13,7 +13,7 @@ import zoo
 from guerdon import CriticClient
 from guerdon.critic_core import TrainRequest
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import CriticConfig, ServerConfig
+from guerdon.settings.config import CriticConfig
 from trainers import environments
 from trainers.driving import drive
 from training.plain import PlainCritic
@@ -42,7 +42,7 @@ def rollouts(seed: int) -> list[dict[str, Any]]:
 def server(tmp_path: Path) -> Iterator[RunningServer]:
     model = str(served.reward_model(tmp_path / "rm"))
     config = CriticConfig(model=model, checkpoint_dir=str(tmp_path / "critic"), global_batch_size=SIZE)
-    with served.running(ServerConfig(port=0, grpc_port=None, critic=config)) as running:
+    with served.running(critic=config) as running:
         yield running
 
 

@@ -18,7 +18,7 @@ import served
 import zoo
 from guerdon.critic_core import TrainRequest
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import CriticConfig, ServerConfig
+from guerdon.settings.config import CriticConfig
 from trainers import environments
 from trainers.driving import drive
 from training.plain import PlainCritic
@@ -58,7 +58,7 @@ def server(folder: Path, tmp_path: Path) -> Iterator[RunningServer]:
         model=str(folder), checkpoint_dir=str(tmp_path / "critic"), learning_rate=LR, global_batch_size=len(ROWS),
         deterministic=True,
     )  # fmt: skip
-    with served.running(ServerConfig(port=0, grpc_port=None, critic=config)) as running:
+    with served.running(critic=config) as running:
         yield running
 
 

@@ -1,6 +1,5 @@
 """The libraries of environments, each in its own environment, against a server."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import served
 import zoo
 from guerdon import RewardClient
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ComponentConfig, JudgeConfig, ModelConfig, RewardConfig, ServerConfig
+from guerdon.settings.config import ComponentConfig, JudgeConfig, ModelConfig, RewardConfig
+from served import Serve
 from trainers.driving import drive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -22,7 +22,7 @@ LABELS = ["4", "5", "6"]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> RunningServer:
     """A sum of a reward model and of a function that fails samples without a label."""
     models = [
         ModelConfig(
@@ -31,8 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         ModelConfig(model="rewarding:words", name="words"),
     ]
     total = RewardConfig(name="total", components=[ComponentConfig("helpful"), ComponentConfig("words", weight=0.5)])
-    with served.running(ServerConfig(port=0, grpc_port=0, models=models, rewards=[total])) as running:
-        yield running
+    return serve(*models, grpc_port=0, rewards=[total])
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +91,7 @@ def test_nemo_gyms_strategy_compares_groups(tmp_path: Path) -> None:
         return {"conversation_history": [{"role": "user", "content": QUESTIONS[0]}], "response_objs": said, **more}
 
     groups = [group([*SAYS, ""]), group(SAYS[:1]), group(SAYS, principle="Be brief.")]
-    with served.running(ServerConfig(port=0, grpc_port=0, models=[helpful, judge])) as running:
+    with served.running(helpful, judge, grpc_port=0) as running:
         messages = [
             [{"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": text}] for text in [*SAYS, ""]
         ]

@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ import torch
 import served
 import zoo
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ServerConfig, TeacherConfig
+from guerdon.settings.config import TeacherConfig
 from processes import environment
+from served import Serve
 from teaching import plain
 from trainers import environments
 from trainers.driving import drive, run
@@ -37,7 +37,6 @@ ROWS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("teachers")
     zoo.tokenizer(zoo.language_model("llama", folder / "teacher"))
     zoo.tokenizer(zoo.language_model("llama", folder / "student", seed=1))
@@ -45,22 +44,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[RunningServer]:
+def server(folder: Path, serve: Serve) -> RunningServer:
     """A teacher, and a second one."""
     models: list[Any] = [
         TeacherConfig(model=str(folder / "teacher")),
         TeacherConfig(model=str(folder / "student"), name="other"),
     ]
-    with served.running(ServerConfig(port=0, grpc_port=None, models=models)) as running:
-        yield running
+    return serve(*models)
 
 
 @pytest.fixture(scope="module")
-def student(folder: Path) -> Iterator[RunningServer]:
+def student(folder: Path, serve: Serve) -> RunningServer:
     """What stands for a trainer's rollout servers."""
     models: list[Any] = [TeacherConfig(model=str(folder / "student"), name="student")]
-    with served.running(ServerConfig(port=0, grpc_port=None, models=models)) as running:
-        yield running
+    return serve(*models)
 
 
 @pytest.fixture(scope="module")

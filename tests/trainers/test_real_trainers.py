@@ -22,7 +22,7 @@ import zoo
 from guerdon import CriticClient, RewardClient, TeacherClient
 from guerdon.messages import answered
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import JudgeConfig, ServerConfig, TeacherConfig
+from guerdon.settings.config import JudgeConfig, TeacherConfig
 from processes import environment
 from trainers import environments
 from trainers.driving import SAMPLES, drive, run
@@ -34,13 +34,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """One reward model, computed sequence by sequence: a score is the same to the last digit whoever asks."""
     with served.plain(tmp_path_factory.mktemp("plain")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def sums(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A sum of that model and a function, and beside them one that fails for texts with a certain word."""
-    with served.sums(tmp_path_factory.mktemp("sums")) as running:
         yield running
 
 
@@ -193,8 +186,10 @@ def test_nemo_rl(server: RunningServer, sums: RunningServer, expected: np.ndarra
 def test_older_trls_ask_a_teacher(tmp_path: Path, version: str) -> None:
     zoo.language_model("llama", tmp_path / "teacher")
     (tmp_path / "rows.json").write_text(json.dumps([[row, 2] for row in ROWS]))
-    config = ServerConfig(port=0, grpc_port=None, models=[TeacherConfig(model=str(tmp_path / "teacher"))])
-    with served.running(config) as running, TeacherClient(running.http_url) as client:
+    with (
+        served.running(TeacherConfig(model=str(tmp_path / "teacher"))) as running,
+        TeacherClient(running.http_url) as client,
+    ):
         folder, rows = str(environments.older_of("trl", version)), str(tmp_path / "rows.json")
         told = drive("trl", "drive_trl_older.py", folder, running.http_url, rows, tmp=tmp_path)
         expected = client.top(5, tokens=ROWS, prompt_lengths=[2] * len(ROWS))
@@ -299,7 +294,7 @@ def test_verl_with_a_judge(tmp_path: Path) -> None:
     """P(yes) as the reward: verl keeps each criterion beside it."""
     model = str(zoo.tokenizer(zoo.language_model("llama", tmp_path / "judge")))
     judge = JudgeConfig(model=model, name="judge", rubric=judged.write(tmp_path), max_other_mass=1.0)
-    with served.running(ServerConfig(port=0, grpc_port=0, models=[judge])) as running:
+    with served.running(judge, grpc_port=0) as running:
         told = drive_verl("loop", {"url": running.http_url, "model": "judge"}, "compute_score_async", tmp_path)
         with RewardClient(running.http_url, "judge") as client:
             wanted = client.score(texts=served.texts(SAMPLES), prompts=[s["prompt"] for s in SAMPLES])

@@ -21,11 +21,6 @@ PROMPT, RESPONSE, PER_PROMPT = 24, 40, 4
 GROUP = PROMPT + PER_PROMPT * RESPONSE
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def peak(run: Callable[[], Any]) -> int:
     """The most bytes of tensors that were there at once beyond those before, as PyTorch's allocator counts them."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as made:

@@ -13,17 +13,16 @@ from critics import LR, build, same, values, weights
 from plain import request
 
 import zoo
+from guerdon.assembly import build_trainer
 from guerdon.core import Sequence
 from guerdon.critic_core import TrainRequest
-from guerdon.errors import Offloaded, SampleFailed, ServerFault, TrainFailed
-from guerdon.training.critic_trainer import CriticTrainer
+from guerdon.engine.checkpoint import placement
+from guerdon.errors import CheckpointError, Offloaded, SampleFailed, ServerFault, StartError, TrainFailed
+from guerdon.settings.config import CriticConfig
+from guerdon.training import critic_trainer as training_critic
+from guerdon.training.critic_trainer import CriticTrainer, global_batches
 
 ROWS = zoo.rows(0, ((40, 5), (20, 3), (30, 5)))[:15]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return zoo.checkpoint("llama", tmp_path / "llama")
 
 
 def part(whole: TrainRequest, *rows: int) -> TrainRequest:
@@ -315,3 +314,150 @@ def test_the_token_of_a_run_is_in_the_versions_of_what_was_learnt_in_it(folder: 
     assert trainer.weights_version == begun
     trainer.train(part(request(ROWS), 0, 1))
     assert trainer.weights_version.startswith(f"{begun}+1.") and trainer.weights_version.endswith("-runabc")
+
+
+UPDATES_ROWS = zoo.rows(0, ((40, 5), (20, 3), (30, 5)))[:12]
+"""Two whole global batches of 5, and a smaller one."""
+
+
+def passes(count: int, name: str = "first") -> TrainRequest:
+    asked = request(UPDATES_ROWS, name=name)
+    asked.updates = count
+    return asked
+
+
+def moments(trainer: CriticTrainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer._optimiser.tensors().items()}
+
+
+def test_two_passes_in_one_request_are_two_requests_bit_for_bit(folder: Path) -> None:
+    once, twice = build(folder), build(folder)
+    reports = [once.train(passes(1)), once.train(passes(1, "second"))]
+    report = twice.train(passes(2))
+    assert same(weights(once), weights(twice)) and same(moments(once), moments(twice))
+    assert once.weights_version == twice.weights_version == report.weights_version
+    assert report.losses == reports[0].losses + reports[1].losses and len(report.losses) == 6
+    assert report.pass_losses == [r.loss for r in reports] and report.pass_losses[1] < report.pass_losses[0]
+    for name in ("loss", "clip_fraction", "explained_variance"):
+        assert getattr(report, name) == getattr(reports[0], name), name
+    for name in ("step", "grad_norm", "learning_rate"):
+        assert getattr(report, name) == getattr(reports[1], name), name
+    for name in ("num_tokens", "num_steps"):
+        assert getattr(report, name) == sum(getattr(r, name) for r in reports), name
+
+
+def test_a_request_that_breaks_off_in_its_second_pass_is_done_again_up_to_there(folder: Path) -> None:
+    broken, again = build(folder), build(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(broken, "_add_gradients", _failing(broken, 5))
+        with pytest.raises(TrainFailed, match="global batch 5 of 6 failed") as failed:
+            broken.train(passes(2))
+    assert failed.value.num_steps == 4
+    report = again.train(passes(2), first_steps=4)
+    assert same(weights(broken), weights(again)) and same(moments(broken), moments(again))
+    assert (report.num_steps, len(report.losses), len(report.pass_losses)) == (4, 4, 2)
+
+
+def _failing(trainer: CriticTrainer, nth: int) -> Any:
+    add_gradients, calls = trainer._add_gradients, []
+
+    def add(batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == nth:
+            raise RuntimeError("DefaultCPUAllocator: not enough memory")
+        return add_gradients(batch)
+
+    return add
+
+
+def test_each_pass_skips_a_step_without_a_finite_gradient(folder: Path) -> None:
+    trainer, asked = build(folder), passes(3)
+    asked.returns[0][asked.mask[0] > 0] = np.float32(3e38)  # its square is infinite
+    report = trainer.train(asked)
+    assert (report.num_steps, report.num_skipped) == (6, 3)
+
+
+NAN = np.nan
+
+
+def batches_request(mask: list[list[float]]) -> TrainRequest:
+    """Tokens 0, 1, 2, ...; prev_values -t and returns t at index t, NaN where nothing counts."""
+    m = np.array(mask, np.float32)
+    tokens = np.arange(m.shape[0] * (m.shape[1] + 1)).reshape(m.shape[0], -1)
+    ramp = np.broadcast_to(np.arange(m.shape[1], dtype=np.float32), m.shape)
+    return TrainRequest("r", tokens, np.where(m > 0, ramp, NAN), np.where(m > 0, -ramp, NAN), m)
+
+
+def test_a_row_ends_with_its_last_token_that_counts() -> None:
+    (batch,) = global_batches(batches_request([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0.5]]), 3)
+    rows, targets = batch.read(with_action=False)
+    assert [row.tolist() for row in rows] == [[0, 1, 2, 3], [6], [12, 13, 14, 15, 16]]
+    np.testing.assert_array_equal(targets[0], [[NAN, -1, NAN, -3], [NAN, 1, NAN, 3], [0, 1, 0, 1]])
+    np.testing.assert_array_equal(targets[1], [[-0.0], [0], [1]])
+    assert (batch.sum_mask, batch.num_tokens) == (3.5, 4)
+
+
+def test_the_action_is_kept_if_the_length_of_a_row_matters() -> None:
+    (batch,) = global_batches(batches_request([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0.5]]), 3)
+    assert [row.tolist() for row in batch.read(with_action=True)[0]] == [[0, 1, 2, 3, 4], [6, 7, 8, 9, 10, 11]]
+    np.testing.assert_array_equal(batch.targets[0], [[NAN, -1, NAN, -3, 0], [NAN, 1, NAN, 3, 0], [0, 1, 0, 1, 0]])
+    np.testing.assert_array_equal(batch.targets[1][2], [0, 0, 0, 0, 0.5, 0])
+    assert (batch.sum_mask, batch.num_tokens) == (2.5, 3)
+
+
+def test_rows_in_order_and_the_last_batch_smaller() -> None:
+    batches = global_batches(batches_request([[1, 1]] * 5), 2)
+    assert [[row[0] // 3 for row in batch.rows] for batch in batches] == [[0, 1], [2, 3], [4]]
+    assert [batch.sum_mask for batch in batches] == [4, 4, 2]
+
+
+def test_a_row_without_a_token_that_counts_costs_nothing() -> None:
+    batches = global_batches(batches_request([[0, 0], [1, 0], [0, 0], [0, 0]]), 2)
+    assert [[row.tolist() for row in batch.read(with_action=False)[0]] for batch in batches] == [[[3]], []]
+    assert (batches[1].sum_mask, batches[1].num_tokens) == (0.0, 0)
+
+
+def test_as_many_rows_as_a_batch_make_one_batch() -> None:
+    assert [len(global_batches(batches_request([[1]] * n), 4)) for n in (3, 4, 5, 8)] == [1, 1, 2, 2]
+
+
+HELPS = ("lora", "adamw_8bit", "activation_checkpointing", "smaller model")
+
+
+@pytest.mark.parametrize(
+    ("settings", "bytes_a_weight"),
+    [
+        ({"dtype": "float32"}, 4 + 4 + 8),  # weights, gradients, moments
+        ({"dtype": "bfloat16"}, 2 + 4 + 4 + 8),  # beside them the masters
+        ({"dtype": "bfloat16", "optimizer": "adamw_8bit"}, 2 + 4 + 4 + 2),
+        ({"dtype": "bfloat16", "lora": 2}, 2),
+    ],
+    ids=str,
+)
+def test_all_that_trains_is_counted_before_anything_is_loaded(
+    settings: Any, bytes_a_weight: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "optimizer" in settings:
+        pytest.importorskip("bitsandbytes")
+    folder = zoo.checkpoint("llama", tmp_path)
+    needed = bytes_a_weight * sum(math.prod(tensor.shape) for tensor in zoo.tensors(folder).values())
+    config = CriticConfig(model=str(folder), device="cpu", **settings)
+    monkeypatch.setattr(placement, "_host_bytes", lambda: needed)
+    build_trainer(config)
+    monkeypatch.setattr(placement, "_host_bytes", lambda: needed - 1)
+    with pytest.raises(CheckpointError, match="are free on this machine") as caught:
+        build_trainer(config)
+    if "lora" not in settings:
+        assert "with its optimiser's state" in str(caught.value)
+        assert all(word in caught.value.help for word in HELPS)
+
+
+def test_a_device_that_is_full_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(training_critic, "Optimiser", full)
+    folder = zoo.checkpoint("llama", tmp_path)
+    with pytest.raises(StartError, match=r"leaves no memory to train it: CUDA out of memory") as caught:
+        build_trainer(CriticConfig(model=str(folder)))
+    assert all(word in caught.value.help for word in HELPS)

@@ -74,11 +74,6 @@ def test_values_that_are_not_finite_are_refused() -> None:
     assert failed.value.num_steps == 0
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return zoo.checkpoint("llama", tmp_path / "llama")
-
-
 def asked_of(rule: Gae) -> TrainRequest:
     """A request of real rows, with holes in its mask and noise for rewards, also where the mask is 0."""
     plain = request(ROWS)

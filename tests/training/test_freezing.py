@@ -20,11 +20,6 @@ ATTENTION = r".*\.self_attn\..*"
 STEPS = 20
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return zoo.checkpoint("llama", tmp_path / "llama")
-
-
 def asked(seed: int = 0) -> TrainRequest:
     return request(ROWS, seed)
 

@@ -23,6 +23,7 @@ from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, Policy
 from guerdon.training.lora import is_adapter
 from guerdon.training.optimiser import moment_bytes
 from guerdon.training.policy_trainer import Loss, PolicyTrainer, StepReport
+from training.critics import same
 
 ROWS, PROMPTS, _ = rollouts()
 WIDTH = max(len(row) - start for row, start in zip(ROWS, PROMPTS, strict=True))
@@ -67,10 +68,6 @@ def step(trainer: PolicyTrainer, seed: int = 0, temperature: float = 1.0) -> Ste
     """One step on advantages of this seed."""
     advantages = torch.randn(MASK.shape, generator=torch.Generator().manual_seed(seed))
     return trainer.step(ROWS, PROMPTS, reinforce(advantages), temperature=temperature)
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def no_gradients(trainer: PolicyTrainer) -> bool:

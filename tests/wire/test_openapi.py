@@ -12,6 +12,7 @@ from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve, openapi, signature
 from guerdon.wire.forms import FORMS, triton_repository
+from served import Serve
 from server.echo_service import EchoService
 from server.form_examples import EXAMPLES
 
@@ -25,9 +26,8 @@ def service() -> EchoService:
 
 
 @pytest.fixture(scope="module")
-def running(service: EchoService) -> Iterator[RunningServer]:
-    with RunningServer(service, ServerConfig(port=0, grpc_port=None)) as server:
-        yield server
+def running(service: EchoService, serve: Serve) -> RunningServer:
+    return serve(build=lambda _: service)
 
 
 def test_every_route_is_in_the_document_and_no_other(service):

@@ -29,6 +29,7 @@ from guerdon.settings.config import (
     ServerConfig,
 )
 from guerdon.settings.fields import check_settings
+from served import Serve
 from server.echo_service import EchoService
 from server.helpers import INFER, body_of, wait_until
 
@@ -45,27 +46,26 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     model = str(served.reward_model(tmp_path_factory.mktemp("sums") / "rm"))
     models = [ModelConfig(model=model, name="helpful"), ModelConfig(model="served:flaky", name="flaky")]
     total = RewardConfig(name="total", components=[ComponentConfig(model=model.name) for model in models])
-    config = ServerConfig(port=0, grpc_port=None, models=models, rewards=[total], dashboard_samples=True)
-    with RunningServer(build_service(config), config) as server, httpx.Client(base_url=server.http_url) as client:
+    with (
+        served.running(*models, rewards=[total], dashboard_samples=True) as server,
+        httpx.Client(base_url=server.http_url) as client,
+    ):
         yield client
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def keyed(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> str:
     """The address of a server with KEYS, which keeps samples."""
     path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text("".join(f"{role} of-{role} {key}\n" for role, key in KEYS.items()))
     path.chmod(0o600)
-    config = ServerConfig(port=0, grpc_port=None, api_keys_file=str(path), dashboard_samples=True)
-    with RunningServer(EchoService(config), config) as server:
-        yield server.http_url
+    return serve(api_keys_file=str(path), dashboard_samples=True, build=EchoService).http_url
 
 
 @pytest.fixture
 def echo() -> Iterator[httpx.Client]:
     """A server as it starts without any settings."""
-    config = ServerConfig(port=0, grpc_port=None)
-    with RunningServer(EchoService(config), config) as server, httpx.Client(base_url=server.http_url) as client:
+    with served.running(build=EchoService) as server, httpx.Client(base_url=server.http_url) as client:
         yield client
 
 
@@ -382,11 +382,10 @@ def test_a_key_is_asked_for_and_only_an_admin_reads_texts(keyed):
 def test_a_critic_is_told_with_its_reports_and_checkpoints(tmp_path):
     model = str(served.reward_model(tmp_path / "rm"))
     critic = CriticConfig(model=model, checkpoint_dir=str(tmp_path / "critic"), global_batch_size=2, learning_rate=1e-3)
-    config = ServerConfig(port=0, grpc_port=None, critic=critic)
     random = np.random.default_rng(0)
     tokens = random.integers(4, 200, (4, 9))
     returns = random.normal(size=(4, 8)).astype(np.float32)
-    with RunningServer(build_service(config), config) as server, httpx.Client(base_url=server.http_url) as client:
+    with served.running(critic=critic) as server, httpx.Client(base_url=server.http_url) as client:
         before = snapshot(client)["critic"]
         assert (before["step"], before["reports"]["step"], before["checkpoints"]) == (0, [], [])
         with CriticClient(server.http_url) as trainer:

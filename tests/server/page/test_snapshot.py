@@ -1,13 +1,19 @@
-"""What a snapshot tells of rewards that are known: in window and reference, over time, by length."""
+"""What the page is told: the snapshot, a judge's calls, errors, and the window that its query names."""
 
+import json
+import math
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-from guerdon.server.page import snapshot
+from guerdon.core import Score
+from guerdon.errors import InvalidRequest, SampleFailed
+from guerdon.server.metrics import Metrics
+from guerdon.server.page import judge_calls, snapshot, traffic
 from guerdon.server.page.query import parse_query
+from guerdon.server.page.recent_errors import RecentErrors
 from guerdon.settings.config import ServerConfig
 from server.echo_service import EchoService
 
@@ -154,3 +160,133 @@ def test_one_model_may_be_shown_beside_another(service):
     assert [*both["series"]["models"]] == [NAME, other]
     assert [*told(service, model=NAME)["series"]["models"]] == [NAME]
     assert [*told(service, model=NAME, beside=NAME)["series"]["models"]] == [NAME]
+
+
+def test_calls_are_summed_up_by_judge():
+    metrics = Metrics()
+    for outcome, name in [("answered", "a"), ("answered", "a"), ("timeout", "a"), ("answered", "b")]:
+        metrics.add("guerdon_judge_calls", 1, name, outcome)
+        metrics.observe("guerdon_judge_call_seconds", 0.5 if outcome == "answered" else 2.0, name)
+    metrics.add("guerdon_judge_kept_answers", 3, "a")
+    metrics.add("guerdon_judge_parse_failures", 1, "a")
+    metrics.add("guerdon_judge_prompt_tokens", 200, "a")
+    metrics.add("guerdon_judge_completion_tokens", 20, "a")
+    metrics.add("guerdon_judge_cost", 0.25, "a")
+    metrics.set("guerdon_judge_budget_used", 0.125, "a")
+    told = judge_calls.calls(metrics.sample(*judge_calls.METRICS), ["a", "c"])
+    assert told["a"] == {
+        "outcomes": {"answered": 2, "timeout": 1},
+        "in_progress": 0,
+        "kept_answers": 3,
+        "unreadable_answers": 1,
+        "prompt_tokens": 200,
+        "completion_tokens": 20,
+        "cost": 0.25,
+        "budget_used": 0.125,
+        "mean_s": pytest.approx(1.0),
+    }
+    assert [*told] == ["a", "c"]
+    assert told["c"]["outcomes"] == {} and told["c"]["kept_answers"] == 0
+    assert all(math.isnan(told["c"][name]) for name in ("cost", "budget_used", "mean_s"))
+
+
+ERRORS_NOW = 1_700_000_000.0
+
+
+def errors_told(errors: RecentErrors, *names: str, now: float = ERRORS_NOW) -> list[dict]:
+    return [one for taken in errors.taken(names, now - 60, now) for one in taken.tell(now - 50, 10.0, 6)]
+
+
+def test_failed_requests_are_those_since_the_last_reading():
+    errors, metrics = RecentErrors(), Metrics()
+
+    def read(at: float) -> None:
+        errors.read(at, metrics.sample(*traffic.METRICS))
+
+    metrics.add("guerdon_requests", 3, "rm", "InvalidRequest")
+    read(ERRORS_NOW - 500)
+    metrics.add("guerdon_requests", 2, "rm", "InvalidRequest")
+    metrics.add("guerdon_requests", 7, "rm", "ok")
+    metrics.add("guerdon_requests", 7, "rm", "Cancelled")
+    metrics.add("guerdon_requests", 4, "rm", "Overloaded")
+    metrics.add("guerdon_requests", 1, "other", "ServerFault")
+    read(ERRORS_NOW - 20)
+    metrics.add("guerdon_requests", 3, "rm", "InvalidRequest")
+    read(ERRORS_NOW)
+    read(ERRORS_NOW + 1)
+    first, second = errors_told(errors, "rm")
+    assert (first["kind"], first["of"], first["http"], first["count"]) == ("InvalidRequest", "request", 400, 5)
+    assert first["counts"] == [0, 0, 0, 2, 0, 3]
+    assert first["last"] == ERRORS_NOW
+    assert first["what"] == "The request is wrong, and would be again."
+    assert (second["kind"], second["http"], second["count"], second["last"]) == ("Overloaded", 503, 4, ERRORS_NOW - 20)
+    assert [one["kind"] for one in errors_told(errors, "rm", "other")] == [
+        "InvalidRequest",
+        "Overloaded",
+        "ServerFault",
+    ]
+
+
+def test_samples_without_a_score_are_counted_by_kind_and_not_by_text():
+    errors = RecentErrors()
+    errors.note(
+        "rm", ERRORS_NOW, [Score(1.0), SampleFailed("a secret"), SampleFailed("another secret"), InvalidRequest("x")]
+    )
+    first, second = errors_told(errors, "rm")
+    assert (first["kind"], first["of"], first["count"]) == ("SampleFailed", "sample", 2)
+    assert (second["kind"], second["of"], second["count"]) == ("InvalidRequest", "sample", 1)
+    assert "secret" not in json.dumps([first, second])
+
+
+def test_errors_before_the_window_are_not_told():
+    errors = RecentErrors()
+    errors.note("rm", ERRORS_NOW - 3000, [SampleFailed("x")])
+    assert errors_told(errors, "rm") == []
+    assert errors_told(errors, "unknown") == []
+
+
+KNOWN = ("window", "reference", "model", "beside", "until")
+
+
+def test_what_is_left_out_is_ten_minutes_beside_those_before():
+    what = parse_query({}, *KNOWN)
+    assert what.window_s == 600
+    assert what.compared(5000, 100) == (4400, 5000)
+
+
+def test_a_reference_may_be_the_start_or_any_time():
+    what = parse_query({"window": "60", "reference": "start"}, *KNOWN)
+    assert what.compared(5000, 100) == (40, 160)
+    assert what.compared(130, 100) == (40, 130)  # never the window itself
+    what = parse_query({"reference": "1767225600.5-1767229200"}, *KNOWN)
+    assert what.compared(5000, 100) == (1767225610, 1767229200)
+
+
+def test_there_are_not_many_different_questions():
+    assert {parse_query({"window": f"{3000 + i / 1000}"}, *KNOWN).window_s for i in range(1, 1000)} == {3010}
+    assert {parse_query({"window": f"{86_000 + i / 1000}"}, *KNOWN).window_s for i in range(1, 1000)} == {86_040}
+    assert parse_query({"model": "rm"}, *KNOWN).model == "rm"
+    assert parse_query({"until": "1767225600.5"}, *KNOWN).until == 1767225610
+
+
+@pytest.mark.parametrize(
+    ("query", "told"),
+    [
+        ({"window": "59"}, "window=59; give seconds from 60 to 86400"),
+        ({"window": "86401"}, "window=86401"),
+        ({"window": "nan"}, "window=nan"),
+        ({"window": "an hour"}, "window=an hour"),
+        ({"reference": "yesterday"}, "reference=yesterday; give previous, start, or FROM-TO"),
+        ({"reference": "9-8"}, "reference=9-8"),
+        ({"reference": "5-inf"}, "reference=5-inf"),
+        ({"reference": "-5"}, "reference=-5"),
+        ({"until": "-1"}, "until=-1; give seconds since 1970"),
+        ({"until": "now"}, "until=now"),
+        ({"widnow": "60"}, "unknown key 'widnow'; this path takes window, reference, model"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_is_wrong_is_named(query, told):
+    with pytest.raises(InvalidRequest) as raised:
+        parse_query(query, *KNOWN)
+    assert told in str(raised.value)

@@ -9,13 +9,13 @@ import pytest
 
 import served
 import zoo
-from guerdon.assembly import build_service
 from guerdon.core import ModelInfo, Score, ScoreReply
 from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.errors import InvalidRequest
 from guerdon.server.page import trying
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig, TeacherConfig
+from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, TeacherConfig
+from served import Serve
 from server.helpers import outcomes
 
 PROMPT, RESPONSES = "Who wrote Faust — and why?", [" Goethe did ✓", " I don't know."]
@@ -36,7 +36,7 @@ class Counting(TextEncoder):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> RunningServer:
     """`rm`, `critic` (a value a token), `steps` (process rewards), `attributes`, `flaky`, and the sum `total`."""
     folder = tmp_path_factory.mktemp("trying")
     made = {
@@ -51,9 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     models[2].step_separator = "##"
     models.append(ModelConfig(model="served:flaky", name="flaky"))
     total = RewardConfig(name="total", components=[ComponentConfig(model="rm"), ComponentConfig(model="flaky")])
-    config = ServerConfig(port=0, grpc_port=None, models=[*models, teacher], rewards=[total])
-    with RunningServer(build_service(config), config) as running:
-        yield running
+    return serve(*models, teacher, rewards=[total])
 
 
 @pytest.fixture

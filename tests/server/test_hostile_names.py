@@ -16,6 +16,7 @@ from guerdon import CriticClient, RetryPolicy
 from guerdon.errors import InvalidRequest
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
+from served import Serve
 from server.arithmetic_critic import ArithmeticService, request
 from server.echo_service import EchoService
 from server.keys import ADMIN, bearer, keyed
@@ -48,10 +49,9 @@ def opened() -> Iterator[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> RunningServer:
     config = keyed(tmp_path_factory.mktemp("keys"))
-    with RunningServer(EchoService(config), config) as running:
-        yield running
+    return serve(config=config, build=EchoService)
 
 
 @pytest.mark.parametrize("name", NAMES)
