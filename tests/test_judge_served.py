@@ -15,7 +15,7 @@ import chats
 import judged
 import served
 import zoo
-from guerdon.adapters.trl import RewardFunction
+from guerdon.adapters.trl import reward_function as RewardFunction
 from guerdon.cli.doctor import examine_server
 from guerdon.client import RewardClient, Scores
 from guerdon.comparisons import bradley_terry, make_pairs
