@@ -93,7 +93,7 @@ def check_returns(rows: list[dict[str, Any]], step: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["v1", "v0", "0.7.1"])
 def test_verl(kind: str, folder: Path, server: RunningServer, tmp_path: Path) -> None:
-    page = (PAGES / "verl.md").read_text()
+    page = (PAGES / "verl_critic.md").read_text()
     (command,) = re.findall(r"(?s)```\n(python -m verl[^`]*critic\.server[^`]*)```", page)
     flags = [flag for flag in shlex.split(command.replace("\\\n", "")) if "=" in flag]
     flags = [flag.replace("http://127.0.0.1:5556", server.http_url) for flag in flags]
