@@ -14,7 +14,7 @@ MARKS = [
     pytest.mark.skipif(not SMOLLM2.exists(), reason="make real gets SmolLM2-135M-Instruct"),
 ]
 QUESTIONS = ["What does a reward model do?", "How do I bake bread at home?", "Say hello in three languages, please."]
-WORDS = 2 * (ROOT / "docs/engine.md").read_text(encoding="utf-8").split()
+WORDS = 3 * (ROOT / "docs/engine.md").read_text(encoding="utf-8").split()
 
 
 def chats(lengths: tuple[int, ...]) -> list[list[dict[str, str]]]:
