@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import generated
@@ -14,7 +14,6 @@ from guerdon.settings.chat_judges import BudgetConfig, ChatJudgeConfig, ParseCon
 from guerdon.settings.config import (
     ComponentConfig,
     CriticConfig,
-    EngineConfig,
     JudgeConfig,
     ModelConfig,
     RewardConfig,
@@ -31,12 +30,11 @@ MADE = "<!-- Made by scripts/config_page.py from the dataclasses. Change those, 
 INDEX = """\
 # Settings
 
-Every setting is a key of a YAML file, and almost every one is also a flag. Flags override the file. A value of a wrong
-type or out of its bounds is an error at startup that names the setting. `auto` means that the value is chosen at
-startup; an empty default means no value. A boolean flag stands alone or with a value, and has a negative form:
-`--fsdp`, `--fsdp true`, `--no-fsdp`.
+Every setting is a key of a YAML file, and unless its page says otherwise also a flag: its name with dashes, so that
+`max_length` is `--max-length`. Flags override the file. A wrong type or a value out of bounds is an error at startup.
+`auto` is chosen at startup; an empty default means no value. Boolean flags: `--fsdp`, `--fsdp true`, `--no-fsdp`.
 
-| page | where its settings are given |
+| page | place of its settings |
 | --- | --- |
 | [The server](server.md) | `guerdon serve` and the like: at the top of `--config FILE.yaml`, or as flags |
 | [Models](models.md) | each item of `models:` in that file, or flags of `guerdon serve MODEL`, `guerdon score` |
@@ -51,8 +49,7 @@ startup; an empty default means no value. A boolean flag stands alone or with a 
 SERVER = """\
 # Settings of a server
 
-At the top of the file that `--config` names, or as flags of `guerdon serve`, `serve-critic`, `serve-teacher` and
-`serve-judge`:
+Keys at the top of the file of `--config`, or flags of `guerdon serve`, `serve-critic`, `serve-teacher`, `serve-judge`:
 
 ```yaml
 # server.yaml
@@ -66,8 +63,8 @@ models:
 MODELS = """\
 # Settings of a model
 
-In a file, `models:` has one item per model. If there is only one model, flags of `guerdon serve` set the same. `guerdon
-score --model` also takes these flags. Without `kind`, an item is a reward model or a function.
+Items of `models:`, or flags of `guerdon serve MODEL` and `guerdon score --model`. Without `kind`, an item is a reward
+model or a function.
 """
 
 TEACHERS = """\
@@ -85,31 +82,33 @@ An item of `models:` with `kind: judge`, or flags of `guerdon serve-judge`. [Jud
 CHAT_JUDGES = """\
 # Settings of a judge in words
 
-An item of `models:` with `kind: chat_judge`, or a component's `judge:` in a sum; there are no flags.
-[Judges in words](../chat_judge.md) explains them.
+An item of `models:` with `kind: chat_judge`, or a component's `judge:` in a sum; no flags. [Judges in
+words](../chat_judge.md) explains them.
 """
 
 CRITIC = """\
 # Settings of a critic
 
-Under `critic:`, or as flags of `guerdon serve-critic`; [more about some of them](../critic_settings.md). What a critic
-has in common with models is under [models](models.md), in the groups of the same names.
+Under `critic:`, or flags of `guerdon serve-critic`; [more about adapters and frozen weights](../critic_settings.md).
 """
 
 SUMS = """\
 # Settings of a sum of rewards
 
-Under `rewards:`; there are no flags. [Sums](../rewards.md) explains them.
+Under `rewards:`; no flags. [Sums](../rewards.md) explains them.
 """
 
 ACTORS = """\
 # Settings of the actors
 
 A setting's path is its key: `rollouts.temperature` is `temperature` under `rollouts:` in the file, and
-`--rollouts.temperature 0.9` on the command line. [The actors](../actors.md) explains these settings.
+`--rollouts.temperature 0.9` on the command line. [The actors](../actors.md) explains them.
 """
 
-COLUMNS = ("setting", "flag", "type", "default", "what")
+Setting = tuple[str, dataclasses.Field[Any], Any]
+"""Path, field and type."""
+
+COLUMNS = ("setting", "type", "default", "meaning")
 
 
 def type_text(field: dataclasses.Field[Any], hint: Any) -> str:
@@ -122,30 +121,28 @@ def type_text(field: dataclasses.Field[Any], hint: Any) -> str:
     if typing.get_origin(hint) is list:
         inner = typing.get_args(hint)[0]
         return {float: "numbers", str: "texts"}.get(inner, "list")
-    text = {bool: "`true`, `false`", int: "integer", float: "number", str: "text"}.get(hint, "section")
+    text = {bool: "boolean", int: "integer", float: "number", str: "text"}.get(hint, "section")
     least, most, above = field.metadata["least"], field.metadata["most"], field.metadata["above"]
     if least is not None and most is not None:
-        return f"{text}, {least:g} to {most:.0f}"
-    bounds = [("above", above), ("at least", least), ("at most", most)]
-    return ", ".join([text, *(f"{word} {bound:g}" for word, bound in bounds if bound is not None)])
+        return f"{text} {least:g}–{most:.0f}"
+    bounds = [(">", above), ("≥", least), ("≤", most)]
+    return ", ".join([text, *(f"{sign}{bound:g}" for sign, bound in bounds if bound is not None)])
 
 
 def default_text(field: dataclasses.Field[Any]) -> str:
-    """Returns a setting's default as in YAML; empty if there is none."""
+    """Returns a setting's default as in YAML; empty if there is none, or if it is a section."""
     value = default_of(field)
     if field.metadata["auto"]:
         return "`auto`"
-    if value is None or value in ("", []):
+    if value is None or value in ("", []) or dataclasses.is_dataclass(value):
         return ""
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def row(path: str, field: dataclasses.Field[Any], hint: Any, has_flag: bool = True) -> str:
+def row(path: str, field: dataclasses.Field[Any], hint: Any) -> str:
     """Returns one setting's line of a table."""
-    flag = "`--" + path.replace("_", "-") + "`" if has_flag else ""
-    what = field.metadata["help"].replace("|", "\\|").replace("<", "&lt;")
-    cells = (f"`{path}`", flag, type_text(field, hint), default_text(field), what)
-    return "| " + " | ".join(cells) + " |"
+    meaning = field.metadata["help"].replace("|", "\\|").replace("<", "&lt;")
+    return "| " + " | ".join((f"`{path}`", type_text(field, hint), default_text(field), meaning)) + " |"
 
 
 def table(rows: list[str]) -> list[str]:
@@ -153,23 +150,37 @@ def table(rows: list[str]) -> list[str]:
     return ["", "| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS), *rows]
 
 
-def by_group(cls: type, *, without: type | None = None) -> Iterator[str]:
-    """Yields a heading and a table for each group of the dataclass's settings, except those that `without` has."""
-    left_out = {field.name for field in dataclasses.fields(without)} if without else set()
-    for title, found in grouped_fields(cls):
-        if rows := [row(field.name, field, hint) for field, hint in found if field.name not in left_out]:
+def by_group(cls: type, shared: type | None = None) -> Iterator[str]:
+    """Yields a heading and a table for each group of settings; those of `shared`'s page are only named there."""
+    known = {row(*found) for _, group in grouped_fields(shared) for found in named(group)} if shared else set()
+    same: list[str] = []
+    for title, group in grouped_fields(cls):
+        rows = []
+        for name, field, hint in named(group):
+            if (line := row(name, field, hint)) in known:
+                same.append(f"`{name}`")
+            else:
+                rows.append(line)
+        if rows:
             yield f"\n## {title[0].upper()}{title[1:]}"
             yield from table(rows)
+    if same:
+        yield f"\nAs for [a model](models.md): {', '.join(same)}."
 
 
-def without_flags(cls: type, *names: str) -> Iterator[str]:
+def named(group: Iterable[tuple[dataclasses.Field[Any], Any]]) -> Iterator[Setting]:
+    """Yields each setting of a group with its name."""
+    yield from ((field.name, field, hint) for field, hint in group)
+
+
+def in_the_file_only(cls: type, *names: str) -> Iterator[str]:
     """Yields the table of those settings of the dataclass that have no flag."""
     fields, hints = dataclasses.fields(cls), typing.get_type_hints(cls)
-    yield from table([row(f.name, f, hints[f.name], False) for f in fields if not names or f.name in names])
+    yield from table([row(f.name, f, hints[f.name]) for f in fields if not names or f.name in names])
 
 
 def actors() -> Iterator[str]:
-    """Yields a heading and a table for each section of the actors' settings."""
+    """Yields a heading and a table for each section of the actors' settings; a setting is explained once."""
     commands = {
         ReinforceRunConfig: "guerdon reinforce", PPORunConfig: "guerdon ppo", DistillRunConfig: "guerdon distill",
     }  # fmt: skip
@@ -178,10 +189,34 @@ def actors() -> Iterator[str]:
         for field in dataclasses.fields(cls):
             hint = typing.get_type_hints(cls)[field.name]
             seen.setdefault(field.name, (field.metadata["help"], hint, []))[2].append(f"`{command}`")
+    pages = {
+        CriticConfig: "[a critic](critic.md)",
+        ServerConfig: "[a server](server.md)",
+        ModelConfig: "[a model](models.md)",
+    }
+    explained = {
+        tuple(row(*setting).split(" | ", 1)): place
+        for cls, place in pages.items()
+        for _, group in grouped_fields(cls)
+        for setting in named(group)
+    }
     for name, (help_text, cls, where) in seen.items():
         yield f"\n## `{name}`"
         yield f"\n{', '.join(where)}. {help_text}"
-        yield from table([row(*found) for found in nested_fields(cls, f"{name}.")])
+        rows: list[str] = []
+        same: dict[str, list[str]] = {}
+        for path, field, hint in nested_fields(cls, f"{name}."):
+            line = row(path, field, hint)
+            key = row(path.removeprefix(f"{name}."), field, hint).split(" | ", 1)
+            first = explained.setdefault(tuple(key), name)
+            if first == name:
+                rows.append(line)
+            else:
+                same.setdefault(first, []).append(f"`{path}`")
+        if rows:
+            yield from table(rows)
+        for first, paths in same.items():
+            yield f"\nAs for {first if '[' in first else f'[`{first}`](#{first})'}: {', '.join(paths)}."
 
 
 def pages() -> dict[str, str]:
@@ -194,21 +229,26 @@ def pages() -> dict[str, str]:
             f"`guerdon serve-critic` has the default ports {ports}; `--no-grpc` turns gRPC off.",
             *by_group(ServerConfig),
             "\n## What is served",
-            *without_flags(ServerConfig, "models", "rewards", "critic"),
+            *in_the_file_only(ServerConfig, "models", "rewards", "critic"),
         ],
-        "sums.md": [SUMS.rstrip(), *without_flags(RewardConfig), "\n## Components", *without_flags(ComponentConfig)],
+        "sums.md": [
+            SUMS.rstrip(),
+            *in_the_file_only(RewardConfig),
+            "\n## Components",
+            *in_the_file_only(ComponentConfig),
+        ],
         "chat_judges.md": [
             CHAT_JUDGES.rstrip(),
-            *without_flags(ChatJudgeConfig),
+            *in_the_file_only(ChatJudgeConfig),
             "\n## `parse`",
-            *without_flags(ParseConfig),
+            *in_the_file_only(ParseConfig),
             "\n## `budget`",
-            *without_flags(BudgetConfig),
+            *in_the_file_only(BudgetConfig),
         ],
         "critic.md": [
             CRITIC.rstrip(),
-            *without_flags(CriticConfig, "model"),
-            *by_group(CriticConfig, without=EngineConfig),
+            *in_the_file_only(CriticConfig, "model"),
+            *by_group(CriticConfig, ModelConfig),
         ],
         "actors.md": [ACTORS.rstrip(), *actors()],
     }
@@ -217,7 +257,8 @@ def pages() -> dict[str, str]:
         ("teachers.md", TEACHERS, TeacherConfig),
         ("judges.md", JUDGES, JudgeConfig),
     ):
-        texts[name] = [head.rstrip(), *without_flags(cls, "kind", "model"), *by_group(cls)]
+        shared = None if cls is ModelConfig else ModelConfig
+        texts[name] = [head.rstrip(), *in_the_file_only(cls, "kind", "model"), *by_group(cls, shared)]
     made = {}
     for name, lines in texts.items():
         title, _, rest = "\n".join(lines).partition("\n\n")
