@@ -16,23 +16,21 @@ HEAD = """\
 
 <!-- Made by scripts/metrics_page.py from the tables in the code. Change those, and run it again. -->
 
-[A server's](#a-servers-metrics) stand under `GET /metrics` in Prometheus' text format; [a run's](#a-runs-metrics), of
+[A server's](#a-servers-metrics) are at `GET /metrics` in Prometheus' text format; [a run's](#a-runs-metrics), of
 `guerdon reinforce`, `guerdon ppo` and `guerdon distill`, are logged once a step.
 
 ## A server's metrics
 
-[deploy/prometheus.md](deploy/prometheus.md) has what to put into Prometheus' settings, alerts, and a dashboard for
-Grafana. Where the server has keys, a key of the role `score` reads them.
+[Prometheus and Grafana](deploy/prometheus.md) has a scrape job, alerts and a dashboard. With keys, a key of the role
+`score` reads them.
 
-Names are as Prometheus wants them, in seconds and with `_total` behind what only grows, and vLLM's where it has the
-same thing. `model` is a served name (`unknown` for all that are not served, as clients may ask for any number of
-them), a sum of rewards or a critic's operation; `critic` is a critic's name. `outcome` is `ok` or a class of
-`src/guerdon/errors.py`. No key and no sample stands in a label. A histogram `NAME` is read as `NAME_bucket{..., le}`,
-`NAME_sum` and `NAME_count`. A series appears once there is something to tell.
+Names follow Prometheus' conventions, and vLLM's where it has the same metric. `model` is a served name (else
+`unknown`), a sum of rewards or a critic's operation; `critic` is a critic's name. `outcome` is `ok` or a class of
+`src/guerdon/errors.py`. No key and no sample is in a label. Histograms have `NAME_bucket{..., le}`, `NAME_sum` and
+`NAME_count`. A series appears with its first value.
 
-Every request to score is counted once, when its answer is ready; a request that is being read or tokenised neither
-waits nor runs. A sum of rewards counts its own requests and sequences, and what it asks of its components waits and is
-computed as theirs.
+Every scoring request is counted once, when its answer is ready; while it is read or tokenised it neither waits nor
+runs. A sum of rewards counts its own requests and sequences; waiting and computing count for its components.
 """
 
 SECTIONS = {
@@ -52,54 +50,49 @@ SECTIONS = {
 }
 
 NOTES = {
-    "shared prompts": "The share of tokens that was saved is 1 less computed by received tokens.",
-    "sums of rewards": "These two tell what `mean` and `std` to give to a component whose `normalize` is `given`, see "
-    "[rewards.md](rewards.md).",
+    "shared prompts": "The saved share is 1 - computed / received tokens.",
+    "sums of rewards": "Use these as `mean` and `std` of [a component](rewards.md) with `normalize: given`.",
     "judges": "See [judge.md](judge.md#the-reward).",
     "judges in words": "See [chat_judge.md](chat_judge.md).",
-    "isolated functions": "See [verifiers.md](verifiers.md#what-ends-a-sample), which lists the reasons.",
-    "critic": "See [critic.md](critic.md). Its values are scored as those of a model, and count above.",
+    "isolated functions": "The [reasons](verifiers.md#what-ends-a-sample).",
+    "critic": "See [critic.md](critic.md). Requests for values count above, as a model's.",
 }
 
 PROCESS = """
 ### Process
 
-Those of Prometheus' own client, of the process that serves, on Linux: CPU time (`process_cpu_seconds_total`), memory
-(`process_resident_memory_bytes`, `process_virtual_memory_bytes`), open files (`process_open_fds`, `process_max_fds`)
-and the start (`process_start_time_seconds`).
+From Prometheus' client, on Linux: CPU time (`process_cpu_seconds_total`), memory (`process_resident_memory_bytes`,
+`process_virtual_memory_bytes`), open files (`process_open_fds`, `process_max_fds`) and the start
+(`process_start_time_seconds`).
 """
 
 TRITON = """
 ### Triton's names
 
-For autoscalers and dashboards that know Triton, the same answer has its
-[metrics of requests](https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/user_guide/metrics.html),
-made of the numbers above when they are read. Times are sums in microseconds: divided by `nv_inference_request_success`
-they are means. `version` is always `1`. A sum of rewards counts as an ensemble does: its components compute. A critic's
-operations wait as requests to the model whose turns they take.
+For autoscalers and dashboards that expect Triton's
+[metrics](https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/user_guide/metrics.html), made
+of those above. Times are sums in microseconds: divide by `nv_inference_request_success` for means. `version` is
+always `1`. A sum of rewards counts as an ensemble: its components compute. A critic's operations wait as requests to
+the model whose turns they take.
 """
 
 RUN = """
 ## A run's metrics
 
-Every number that `guerdon reinforce`, `guerdon ppo` and `guerdon distill` log, by its name in `metrics.jsonl`;
-TensorBoard has them under `section/name`, Weights & Biases and MLflow under the name. `metrics.jsonl` has one line a
-step, with the `step`, the `time` in seconds since 1970, and those of the metrics that the step has; a number that is
-not finite is `null`. The line of step 0 is the validation before the first step. Lengths and `ended` are those of all
-responses; the other means leave those out that failed.
+The names in `metrics.jsonl`; TensorBoard has them under `section/name`, Weights & Biases and MLflow under the name.
+Each line has the `step`, the `time` in seconds since 1970, and the step's metrics; a non-finite number is `null`.
+Step 0 is the validation before the first step. Lengths and `ended` include failed responses, other means do not. With
+`guerdon distill` a response's reward is minus its reverse KL to the teacher.
 
-With `guerdon distill` a response's reward is minus its reverse KL to the teacher: the sum over its tokens of the
-teacher's log-prob less that at which the token was sampled.
-
-| where in the output folder | what |
+| in the output folder | content |
 | --- | --- |
-| `metrics.jsonl` | a line a step; after a resume each step stands there once |
+| `metrics.jsonl` | one line per step, each step once also after a resume |
 | `tensorboard/` | the same, and the samples, for TensorBoard |
-| `curves.png` | reward, KL, entropy, length, loss and more over the steps, drawn when the run ends or leaves |
-| `samples/step-000010.txt` | prompts, responses and rewards of a validation, as plain text |
-| `checkpoints/step-000020/` | a checkpoint; `policy/` in it is a model that transformers (or peft) loads |
-| `settings.yaml` | all settings as the run had them |
-| `skipped_prompts.jsonl` | the prompts that were too long, if any |
+| `curves.png` | reward, KL, entropy, length, loss and more, drawn when the run ends |
+| `samples/step-000010.txt` | prompts, responses and rewards of a validation |
+| `checkpoints/step-000020/` | a checkpoint; its `policy/` is a model for transformers (or peft) |
+| `settings.yaml` | all settings of the run |
+| `skipped_prompts.jsonl` | prompts that were too long, if any |
 """
 
 RUN_SECTIONS = {
@@ -138,7 +131,7 @@ def server() -> Iterator[str]:
         yield f"\n### {heading}\n"
         if section in NOTES:
             yield NOTES[section] + "\n"
-        yield from ("| name | kind | what |", "| --- | --- | --- |")
+        yield from ("| name | kind | meaning |", "| --- | --- | --- |")
         yield from (server_row(name, made) for name, made in everything.items() if made.section == section)
     yield "\n### Buckets\n"
     yield from ("| histograms of | upper bounds |", "| --- | --- |")
@@ -148,7 +141,7 @@ def server() -> Iterator[str]:
 
 def triton_rows() -> Iterator[str]:
     """A table of Triton's names."""
-    yield from ("| name | kind | what | made of |", "| --- | --- | --- | --- |")
+    yield from ("| name | kind | meaning | source |", "| --- | --- | --- | --- |")
     for name, made in triton.TABLE.items():
         labels = "model, reason, version" if name.endswith("_failure") else "model, version"
         yield f"| `{name}{{{labels}}}` | {made.kind} | {made.text} | {made.source} |"
@@ -159,7 +152,7 @@ def run() -> Iterator[str]:
     assert {section for section, _ in METRICS.values()} == set(RUN_SECTIONS), "a section has no heading, or no metrics"
     for section, heading in RUN_SECTIONS.items():
         yield f"\n### {heading}\n"
-        yield from ("| name | what |", "| --- | --- |")
+        yield from ("| name | meaning |", "| --- | --- |")
         yield from (f"| `{name}` | {text} |" for name, (of, text) in METRICS.items() if of == section)
 
 

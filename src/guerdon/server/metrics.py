@@ -43,107 +43,99 @@ _VERB = {Counter: "inc", Gauge: "set", Histogram: "observe"}
 _M, _C = ("model",), ("critic",)
 
 TABLE: dict[str, Definition] = {
-    "guerdon_requests": Definition("traffic", Counter, "Requests to score and to a critic's operations, by outcome: ok "
-                                   "or the error's class.", ("model", "outcome")),
-    "guerdon_client_requests": Definition("traffic", Counter, "Requests of any kind, by the key's holder (unknown for "
-                                          "a wrong key); only if the server has keys.", ("client", "outcome")),
-    "guerdon_sequences": Definition("traffic", Counter, "Sequences answered, by outcome: ok or failed.",
-                                    ("model", "outcome")),
-    "guerdon_received_tokens": Definition("shared prompts", Counter, "Tokens of accepted sequences, of answered "
-                                          "requests.", _M),
-    "guerdon_computed_tokens": Definition("shared prompts", Counter, "Computed tokens, as the scheduler estimates "
-                                          "them: a prefix shared within a batch counts once.", _M),
-    "guerdon_e2e_request_latency_seconds": Definition("latency", Histogram, "From a complete request head to "
-                                                      "its answer or error.", _M, SECONDS),
-    "guerdon_request_queue_time_seconds": Definition("latency", Histogram, "From when a request is decoded until its "
-                                                     "last sequence is taken up; includes tokenising.", _M,
-                                                     SECONDS),
-    "guerdon_request_inference_time_seconds": Definition("latency", Histogram, "Time of batches with sequences of one "
-                                                         "request.", _M, SECONDS),
+    "guerdon_requests": Definition("traffic", Counter,
+        "Scoring and critic requests, by outcome: ok or the error class.", ("model", "outcome")),
+    "guerdon_client_requests": Definition("traffic", Counter,
+        "All requests by the key's holder (unknown: wrong key); only with keys.", ("client", "outcome")),
+    "guerdon_sequences": Definition("traffic", Counter,
+        "Answered sequences, by outcome: ok or failed.", ("model", "outcome")),
+    "guerdon_received_tokens": Definition("shared prompts", Counter,
+        "Tokens of the accepted sequences of answered requests.", _M),
+    "guerdon_computed_tokens": Definition("shared prompts", Counter,
+        "Computed tokens (estimate): a prefix shared within a batch counts once.", _M),
+    "guerdon_e2e_request_latency_seconds": Definition("latency", Histogram,
+        "From the complete request head to the answer or error.", _M, SECONDS),
+    "guerdon_request_queue_time_seconds": Definition("latency", Histogram,
+        "From decoding until the last sequence starts; includes tokenising.", _M, SECONDS),
+    "guerdon_request_inference_time_seconds": Definition("latency", Histogram,
+        "Time of the batches with sequences of one request.", _M, SECONDS),
     "guerdon_batch_seconds": Definition("batches", Histogram, "Time of one batch.", _M, SECONDS),
     "guerdon_batch_sequences": Definition("batches", Histogram, "Sequences in one batch.", _M, COUNTS),
-    "guerdon_batch_budget_tokens": Definition("batches", Gauge, "Token budget of a batch; lowered for a while "
-                                              "after running out of memory.", _M),
+    "guerdon_batch_budget_tokens": Definition("batches", Gauge,
+        "Token budget of a batch; lowered temporarily when out of memory.", _M),
     "guerdon_out_of_memory": Definition("errors", Counter, "Forwards that ran out of memory.", _M),
-    "guerdon_recheck_sequences": Definition("errors", Counter, "Sequences of the recheck_share, scored again by the "
-                                            "plain forward, by outcome: same, differs or failed.",
-                                            ("model", "outcome")),
-    "guerdon_recheck_difference": Definition("errors", Histogram, "Largest absolute difference of a sequence's scores "
-                                             "from the plain ones.", _M, DIFFERENCES),
-    "guerdon_component_mean": Definition("sums of rewards", Gauge, "Mean of a component's own rewards in a sum, since "
-                                         "the start.", ("model", "component")),
-    "guerdon_component_std": Definition("sums of rewards", Gauge, "Standard deviation of a component's own rewards in "
-                                        "a sum (of the population), since the start.", ("model", "component")),
-    "guerdon_judge_other_mass": Definition("judges", Histogram, "Probability of all tokens that are no labels, for "
-                                           "each sample and criterion.", ("model", "criterion"), MASSES),
-    "guerdon_judge_comparisons": Definition("judges", Counter, "Verdicts of judges that compare, each asked in both "
-                                            "orders; without those that failed.", ("model", "criterion")),
-    "guerdon_judge_disagreements": Definition("judges", Counter, "Verdicts on which the two orders disagreed, which "
-                                              "makes a tie.", ("model", "criterion")),
-    "guerdon_judge_calls": Definition("judges in words", Counter, "Calls to a judge's server, by outcome: answered, "
-                                      "refused, cut, unusable (without a whole text), timeout, unreachable, "
-                                      "malformed, status_429 and the like, or abandoned at shutdown.",
-                                      ("model", "outcome")),
-    "guerdon_judge_call_seconds": Definition("judges in words", Histogram, "Time of one call, whatever its outcome.",
-                                             _M, SECONDS),
+    "guerdon_recheck_sequences": Definition("errors", Counter,
+        "Rechecked sequences, by outcome: same, differs or failed.", ("model", "outcome")),
+    "guerdon_recheck_difference": Definition("errors", Histogram,
+        "Largest absolute difference of a rechecked sequence's scores.", _M, DIFFERENCES),
+    "guerdon_component_mean": Definition("sums of rewards", Gauge,
+        "Mean of a component's unnormalised rewards since the start.", ("model", "component")),
+    "guerdon_component_std": Definition("sums of rewards", Gauge,
+        "Population standard deviation of a component's unnormalised rewards.", ("model", "component")),
+    "guerdon_judge_other_mass": Definition("judges", Histogram,
+        "Probability mass outside the labels, per sample and criterion.", ("model", "criterion"), MASSES),
+    "guerdon_judge_comparisons": Definition("judges", Counter,
+        "Successful verdicts of judges that compare, each from both orders.", ("model", "criterion")),
+    "guerdon_judge_disagreements": Definition("judges", Counter,
+        "Verdicts on which the two orders disagreed: ties.", ("model", "criterion")),
+    "guerdon_judge_calls": Definition("judges in words", Counter,
+        "Calls by outcome: answered, refused, cut, unusable (incomplete text), timeout, unreachable, malformed, "
+        "status_429 and the like, abandoned (shutdown).", ("model", "outcome")),
+    "guerdon_judge_call_seconds": Definition("judges in words", Histogram, "Time of one call.", _M, SECONDS),
     "guerdon_judge_calls_in_progress": Definition("judges in words", Gauge, "Calls in progress.", _M),
-    "guerdon_judge_kept_answers": Definition("judges in words", Counter, "Answers that were kept already, and not "
-                                             "asked for again.", _M),
-    "guerdon_judge_parse_failures": Definition("judges in words", Counter, "Answers of which no number could be read; "
-                                               "includes refused and cut ones.", _M),
-    "guerdon_judge_prompt_tokens": Definition("judges in words", Counter, "Tokens of prompts, as the judge's server "
-                                              "counts them.", _M),
-    "guerdon_judge_completion_tokens": Definition("judges in words", Counter, "Tokens of answers, as the judge's "
-                                                  "server counts them.", _M),
-    "guerdon_judge_cost": Definition("judges in words", Counter, "Cost of these tokens, in the currency of the prices; "
-                                     "only if there are prices.", _M),
-    "guerdon_judge_budget_used": Definition("judges in words", Gauge, "Share of the budget that is used, since the "
-                                            "folder of answers was begun: the largest of calls, tokens and cost; only "
-                                            "if there is a budget.", _M),
-    "guerdon_isolated_ends": Definition("isolated functions", Counter, "Samples of an isolated function that ended "
-                                        "with its child process, by reason.", ("model", "reason")),
-    "guerdon_train_requests": Definition("critic", Counter, "Train requests, by outcome: ok, known (answered again) or "
-                                         "the error's class.", ("critic", "outcome")),
-    "guerdon_train_steps": Definition("critic", Counter, "Optimiser steps, by outcome: done, or skipped because "
-                                      "the gradient was not finite.", ("critic", "outcome")),
-    "guerdon_train_tokens": Definition("critic", Counter, "Tokens that the critic was trained on.", _C),
+    "guerdon_judge_kept_answers": Definition("judges in words", Counter, "Cache hits.", _M),
+    "guerdon_judge_parse_failures": Definition("judges in words", Counter,
+        "Unreadable answers, including refused and cut ones.", _M),
+    "guerdon_judge_prompt_tokens": Definition("judges in words", Counter,
+        "Prompt tokens reported by the judge's server.", _M),
+    "guerdon_judge_completion_tokens": Definition("judges in words", Counter,
+        "Answer tokens reported by the judge's server.", _M),
+    "guerdon_judge_cost": Definition("judges in words", Counter,
+        "Cost of prompt and answer tokens; only with prices.", _M),
+    "guerdon_judge_budget_used": Definition("judges in words", Gauge,
+        "Used share of the budget (the largest of calls, tokens, cost) over the cache's life; only with a budget.", _M),
+    "guerdon_isolated_ends": Definition("isolated functions", Counter,
+        "Samples that ended with their child process, by reason.", ("model", "reason")),
+    "guerdon_train_requests": Definition("critic", Counter,
+        "Train requests, by outcome: ok, known (answered again) or the error class.", ("critic", "outcome")),
+    "guerdon_train_steps": Definition("critic", Counter,
+        "Optimiser steps, by outcome: done, or skipped (non-finite gradient).", ("critic", "outcome")),
+    "guerdon_train_tokens": Definition("critic", Counter, "Trained tokens.", _C),
     "guerdon_train_seconds": Definition("critic", Histogram, "Time of one train request on the device.", _C, SECONDS),
-    "guerdon_journal_seconds": Definition("critic", Histogram, "Time until a train request is on the disk.", _C,
-                                          SECONDS),
-    "guerdon_checkpoint_seconds": Definition("critic", Histogram, "Time of one checkpoint, including its verification.",
-                                             _C, SECONDS),
+    "guerdon_journal_seconds": Definition("critic", Histogram, "Time to write a train request to disk.", _C, SECONDS),
+    "guerdon_checkpoint_seconds": Definition("critic", Histogram,
+        "Time of one checkpoint, including verification.", _C, SECONDS),
     "guerdon_critic_loss": Definition("critic", Gauge, "Loss of the last train request.", _C),
-    "guerdon_critic_clip_fraction": Definition("critic", Gauge, "Share of tokens whose value the loss clipped, in "
-                                               "the last train request.", _C),
-    "guerdon_critic_explained_variance": Definition("critic", Gauge, "Share of the returns' variance that the values "
-                                                    "explained, before the last train request's update.", _C),
-    "guerdon_critic_value_mean": Definition("critic", Gauge, "Mean value of the last train request's tokens, before "
-                                            "its update.", _C),
-    "guerdon_critic_return_mean": Definition("critic", Gauge, "Mean return of the last train request's tokens.", _C),
-    "guerdon_critic_grad_norm": Definition("critic", Gauge, "Norm of the last optimiser step's gradient, before "
-                                           "clipping.", _C),
+    "guerdon_critic_clip_fraction": Definition("critic", Gauge,
+        "Share of tokens with a clipped value in the last train request.", _C),
+    "guerdon_critic_explained_variance": Definition("critic", Gauge,
+        "Share of the returns' variance explained by the values, before the last train request's update.", _C),
+    "guerdon_critic_value_mean": Definition("critic", Gauge,
+        "Mean value over the last train request's tokens, before its update.", _C),
+    "guerdon_critic_return_mean": Definition("critic", Gauge, "Mean return over the last train request's tokens.", _C),
+    "guerdon_critic_grad_norm": Definition("critic", Gauge,
+        "Gradient norm of the last optimiser step, before clipping.", _C),
     "guerdon_critic_learning_rate": Definition("critic", Gauge, "Learning rate of the last optimiser step.", _C),
     "guerdon_critic_step": Definition("critic", Gauge, "Optimiser steps done.", _C),
     "guerdon_critic_unsaved": Definition("critic", Gauge, "Train requests since the newest checkpoint.", _C),
-    "guerdon_critic_offloaded": Definition("critic", Gauge, "1 while the weights are off the device.", _C),
+    "guerdon_critic_offloaded": Definition("critic", Gauge, "1 while offloaded.", _C),
     "guerdon_critic_fault": Definition("critic", Gauge, "1 if the weights are corrupt, until a restart.", _C),
-    "guerdon_ranks": Definition("ranks", Gauge, "Of several processes: data-parallel parts, and tensor-parallel ranks "
-                                "of each.", ("kind",)),
-    "guerdon_broadcast_seconds": Definition("ranks", Histogram, "Time until a command is sent to every rank.",
-                                            ("command",), SECONDS),
-    "guerdon_gather_seconds": Definition("ranks", Histogram, "From rank 0's own end of a command until all ranks had "
-                                         "told theirs.", ("command",), SECONDS),
+    "guerdon_ranks": Definition("ranks", Gauge, "Data-parallel parts, and tensor-parallel ranks of each.", ("kind",)),
+    "guerdon_broadcast_seconds": Definition("ranks", Histogram,
+        "Time to send a command to every rank.", ("command",), SECONDS),
+    "guerdon_gather_seconds": Definition("ranks", Histogram,
+        "Time from rank 0's outcome of a command until all ranks' outcomes arrived.", ("command",), SECONDS),
 }  # fmt: skip
 """Metrics that are recorded as events happen; a counter's exposed name ends in `_total`."""
 
 COLLECTED: dict[str, Definition] = {
-    "guerdon_num_requests_running": Definition("queue", Gauge, "Requests that are computed, wholly or in part; "
-                                               "includes a critic's operations.", _M),
-    "guerdon_num_requests_waiting": Definition("queue", Gauge, "Requests of which no sequence is taken up yet.", _M),
+    "guerdon_num_requests_running": Definition("queue", Gauge,
+        "Requests in computation, including a critic's operations.", _M),
+    "guerdon_num_requests_waiting": Definition("queue", Gauge, "Requests without a started sequence.", _M),
     "guerdon_queue_sequences": Definition("queue", Gauge, "Waiting sequences.", _M),
     "guerdon_queue_tokens": Definition("queue", Gauge, "Waiting tokens.", _M),
-    "guerdon_model_info": Definition("models", Gauge, "1 for each served model; the labels describe it.",
-                                     ("model", "kind", "dtype", "device", "path", "weights_version")),
+    "guerdon_model_info": Definition("models", Gauge,
+        "1 per served model; the labels describe it.", ("model", "kind", "dtype", "device", "path", "weights_version")),
 }  # fmt: skip
 """Metrics that are computed when they are read."""
 

@@ -36,11 +36,11 @@ class TritonMetric:
 
 TABLE: dict[str, TritonMetric] = {
     "nv_inference_request_success": TritonMetric(
-        "counter", "Requests that were answered.", "`guerdon_requests_total` with outcome `ok`"
+        "counter", "Answered requests.", "`guerdon_requests_total` with outcome `ok`"
     ),
     "nv_inference_request_failure": TritonMetric(
         "counter",
-        "Requests that failed, by reason: REJECTED (queue full or deadline exceeded), CANCELED, BACKEND or OTHER.",
+        "Failed requests, by reason: REJECTED (queue full or deadline exceeded), CANCELED, BACKEND or OTHER.",
         "`guerdon_requests_total` with the other outcomes",
     ),
     "nv_inference_count": TritonMetric("counter", "Sequences computed.", "sum of `guerdon_batch_sequences`"),

@@ -35,19 +35,15 @@ class AccessConfig:
         None,
         f"File of keys, one `ROLE NAME KEY` per line; roles are score, train and admin. {KEYS_VARIABLE} adds more.",
     )
-    allow_anonymous: bool = setting(
-        False, "Listen on an address that other machines reach although clients need no key."
-    )
+    allow_anonymous: bool = setting(False, "Allow an address that other machines reach without keys.")
     allowed_hosts: list[str] = setting(
         [],
-        "Additional Host name that a server without keys accepts. A loopback server accepts localhost and the "
-        "machine's name, any other accepts all names; IP addresses are always accepted.",
+        "Additional Host name that a server without keys accepts. Loopback: localhost and the machine's name; other "
+        "addresses: all names; IP addresses always.",
     )
     tls_cert: str | None = setting(None, "PEM file of the server's certificate and its chain.")
     tls_key: str | None = setting(None, "PEM file of the certificate's private key.")
-    tls_client_ca: str | None = setting(
-        None, "PEM file of the CA that must have signed the clients' certificates (mutual TLS)."
-    )
+    tls_client_ca: str | None = setting(None, "PEM file of the clients' CA (mutual TLS).")
 
     def contradictions(self) -> Contradictions:
         return caught(check_tls, self)

@@ -24,7 +24,7 @@ class PolicyConfig(LearningConfig, LanguageModelConfig):
     learning_rate: float = setting(9e-7, "Learning rate of AdamW after the warm-up.", least=0)
     total_steps: int | None = setting(
         None,
-        "Optimiser steps of the whole run, after which linear and cosine reach 0. auto: computed from the run's steps.",
+        "Optimiser steps after which linear and cosine reach 0. auto: from the run's steps.",
         auto=True,
         least=1,
     )
@@ -37,17 +37,15 @@ class DataConfig:
 
     prompts: str = setting("", "JSONL (.gz) or Parquet file, folder, or hub id of a data set; each row has one prompt.")
     split: str = setting("train", "Split of a hub data set.")
-    field: str = setting("prompt", "Field of a row that holds the prompt: text, or a list of chat messages.")
-    template: bool = setting(False, "Put text prompts through the chat template, as a user's message.")
+    field: str = setting("prompt", "Field with the prompt: text, or a list of chat messages.")
+    template: bool = setting(False, "Apply the chat template to text prompts, as a user's message.")
     max_prompt_length: int | None = setting(
         None,
         "Longest prompt, in tokens. auto: the policy's maximum length minus max_new_tokens.",
         auto=True,
         least=1,
     )
-    long_prompts: Literal["skip", "error"] = setting(
-        "skip", "Skip and report longer prompts at the start, or refuse to start; prompts are never truncated."
-    )
+    long_prompts: Literal["skip", "error"] = setting("skip", "Skip and report longer prompts, or refuse to start.")
     validation: str | None = setting(
         None, "Prompts for validation, in the same forms; default: the last rows of `prompts`."
     )
@@ -71,13 +69,11 @@ class RolloutConfig:
     stop: list[str] = setting([], "Text that ends a response, like EOS.")
     environment: str | None = setting(
         None,
-        "module:function that is called at each stop text with prompt and response so far, such as a tool: the text "
-        "that it returns is appended, without gradient, and None ends the response.",
+        "module:function, such as a tool, called at each stop text with prompt and response; its text is appended "
+        "without gradient, None ends the response.",
     )
     engine: Literal["transformers", "vllm"] = setting("transformers", "Engine that generates the responses.")
-    max_batch_rollouts: int | None = setting(
-        None, "Number of responses generated at once, all in memory. auto: 256.", auto=True, least=1
-    )
+    max_batch_rollouts: int | None = setting(None, "Responses generated at once. auto: 256.", auto=True, least=1)
 
     def contradictions(self) -> Contradictions:
         """Finds settings by which all samples would be alike or impossible."""
@@ -99,7 +95,7 @@ class LossConfig:
     """The settings of the loss that all actors share."""
 
     kl_estimator: KlEstimator = setting("k1", "Estimator of the KL per token.")
-    loss_aggregation: Aggregation = setting("token-mean", "How the losses of tokens are reduced to one number.")
+    loss_aggregation: Aggregation = setting("token-mean", "Reduction of the tokens' losses.")
     global_batch_size: int = setting(64, "Number of responses in one optimiser step.", least=1)
     epochs: int = setting(1, "Passes over each step's responses.", least=1)
     clip_low: float = setting(0.2, "Maximum distance of a token's probability ratio below 1 in the loss.", above=0)
@@ -107,16 +103,16 @@ class LossConfig:
     entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus.")
     importance_cap: float | None = setting(
         None,
-        "Weight tokens by the probability ratio between trainer and engine, up to this cap; default: only with vllm.",
+        "Cap of the tokens' weights by the probability ratio of trainer over engine; default: only with vllm.",
         above=0,
     )
     trust_region: list[float] | None = setting(
         None,
-        "Two ratios, such as [0.2, 4.0]: tokens whose probability ratio between the policy that trains and the "
-        "engine that sampled is outside have no gradient; default: all tokens have one.",
+        "Bounds of the probability ratio of policy over sampling engine, such as [0.2, 4.0], outside which tokens have "
+        "no gradient; default: none.",
     )
     max_failed_fraction: float = setting(
-        0.1, "Stop the run if a larger fraction of a step's responses gets no reward.", least=0, most=1
+        0.1, "Stop the run if a larger fraction of a step's responses has no reward.", least=0, most=1
     )
 
     def contradictions(self) -> Contradictions:
@@ -143,11 +139,9 @@ class ReinforceConfig(AlgorithmConfig):
         "reward", "Subtract the KL penalty from the reward, or add it to the loss."
     )
     kl_reduction: KlReduction = setting(
-        "sum", "With kl_placement reward: sum or mean of the KL over a response's tokens. NeMo-Aligner uses mean."
+        "sum", "With kl_placement reward: sum or mean of the KL over a response's tokens (NeMo-Aligner: mean)."
     )
-    leave_out_truncated: bool = setting(
-        False, "Exclude responses truncated at max_new_tokens from advantages and baselines."
-    )
+    leave_out_truncated: bool = setting(False, "Exclude truncated responses from advantages and baselines.")
 
     def contradictions(self) -> Contradictions:
         if self.kl_placement == "loss" and self.kl_estimator == "k1" and self.kl_coefficient > 0:
@@ -166,7 +160,7 @@ class PPOConfig(AlgorithmConfig):
     lam: float = setting(0.95, "Lambda of GAE.", least=0, most=1)
     lam_alpha: float | None = setting(
         None,
-        "Lambda of the advantages is 1 - 1 / (lam_alpha * l) for a response of l tokens, at least 0; default: lam.",
+        "Lambda of the advantages is 1 - 1 / (lam_alpha * l), at least 0, for l tokens; default: lam.",
         above=0,
     )
     lam_critic: float | None = setting(None, "Lambda of the critic's returns; default: lam.", least=0, most=1)
@@ -189,7 +183,7 @@ class DistillConfig(LossConfig):
 class RunConfig:
     """How long the run lasts, and what it saves."""
 
-    steps: int = setting(100, "Number of steps; each generates responses, gets rewards, and trains.", least=1)
+    steps: int = setting(100, "Number of steps.", least=1)
     seed: int = setting(0, "Seed of everything random.", least=0)
     output_dir: str = setting("out/run", "Folder for metrics, curves, samples and checkpoints.")
     save_every: int = setting(20, "Steps between checkpoints; the last step is also saved.", least=1)
@@ -197,11 +191,9 @@ class RunConfig:
     resume: bool = setting(True, "Resume from the newest checkpoint in output_dir.")
     time_limit: str | None = setting(
         None,
-        'Time from the start in which the run saves and exits: DD:HH:MM:SS, or minutes, in quotes ("210").',
+        'Time from the start after which the run saves and exits: DD:HH:MM:SS, or minutes, in quotes ("210").',
     )
-    validate_every: int = setting(
-        10, "Steps between validations; there is also one before the first step and one at the end.", least=1
-    )
+    validate_every: int = setting(10, "Steps between validations; also before the first step and at the end.", least=1)
     num_samples: int = setting(8, "Number of responses in a validation's table of samples.", least=0)
     trackers: list[str] = setting([], "Tracker in addition to TensorBoard: wandb or mlflow.")
     project: str = setting("guerdon", "Project name in the trackers.")
@@ -265,20 +257,18 @@ class RemoteRewardConfig:
     reward_model: RewardModelServer = setting(RewardModelServer, "The server.")
     pad_to_length: int | None = setting(
         None,
-        "Pad requests to this length, for servers that batch only equal shapes; guerdon needs no padding.",
+        "Pad requests to this length, for servers that batch only equal shapes; unnecessary for guerdon.",
         least=1,
     )
     send: Literal["tokens", "text", "messages"] = setting(
         "tokens",
-        "What the reward model gets: text, messages, or the policy's token ids, which are refused if its tokenizer "
-        "differs.",
+        "Form of the samples; token ids are refused if the tokenizers differ.",
     )
     suffix: str = setting(
         "",
-        "With send: text, appended to responses that ended with EOS, which text does not show; replaces the ending of "
-        "the chat template.",
+        "With send: text, appended to responses that ended with EOS, in place of the chat template's ending.",
     )
-    timeout_s: float = setting(3600.0, "Timeout of a request with all its retries, in seconds.", above=0)
+    timeout_s: float = setting(3600.0, "Timeout of a request with all retries, in seconds.", above=0)
 
     def contradictions(self) -> Contradictions:
         if self.send != "tokens" and self.pad_to_length is not None:
@@ -303,7 +293,7 @@ class TeacherServer:
 
     url: str | None = setting(None, "http:// or grpc:// URL of a server of guerdon serve-teacher.")
     name: str = setting("teacher", "Name of the model on the server.")
-    timeout_s: float = setting(3600.0, "Timeout of a request with all its retries, in seconds.", above=0)
+    timeout_s: float = setting(3600.0, "Timeout of a request with all retries, in seconds.", above=0)
 
     def contradictions(self) -> Contradictions:
         return _find_keys("url", self.url)

@@ -21,18 +21,18 @@ class ParseConfig:
 
     regex: str | None = setting(
         None,
-        "Regular expression with one group, which has the whole verdict; if it matches several times, the last counts.",
+        "Regular expression whose one group is the whole verdict; the last match counts.",
     )
     json: str | None = setting(
         None,
-        "Key of the verdict in the last JSON object that has it and stands in no other. Without regex and json, the "
-        "verdict is all of the text.",
+        "Key of the verdict in the last top-level JSON object with it. Without regex and json the verdict is the whole "
+        "text.",
     )
     values: dict[str, float] | None = setting(
-        None, "What each verdict is worth, such as {correct: 1, wrong: 0}; default: the verdict has to be a number."
+        None, "Value of each verdict, such as {correct: 1, wrong: 0}; default: verdicts are numbers."
     )
-    lowest: float | None = setting(None, "A number below it cannot be right: the answer counts as unreadable.")
-    highest: float | None = setting(None, "A number above it cannot be right: the answer counts as unreadable.")
+    lowest: float | None = setting(None, "Lower bound; an answer below it is unreadable.")
+    highest: float | None = setting(None, "Upper bound; an answer above it is unreadable.")
 
     def contradictions(self) -> Contradictions:
         if self.regex is not None and self.json is not None:
@@ -63,7 +63,7 @@ class BudgetConfig:
 
     calls: int | None = setting(None, "Maximum number of answered calls.", least=1)
     tokens: int | None = setting(
-        None, "Maximum number of tokens of prompts and answers; calls in progress may exceed it.", least=1
+        None, "Maximum number of prompt and answer tokens; calls in progress may exceed it.", least=1
     )
     cost: float | None = setting(
         None, "Maximum cost, in the currency of the prices; calls in progress may exceed it.", above=0
@@ -77,14 +77,12 @@ class ChatJudgeConfig:
     truncation: ClassVar[Literal["error"]] = "error"  # what is too long, the judge's own server refuses
 
     kind: Literal["chat_judge"] = setting("chat_judge", "Kind of model.")
-    model: str = setting("", "The model's name at that address.")
+    model: str = setting("", "The model's name at the judge's server.")
     name: str = setting("chat_judge", "Name that clients ask for.")
     url: str = setting("", "Base URL of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1.")
-    api_key_env: str | None = setting(None, "Environment variable that has the API key.")
-    api_key_file: str | None = setting(None, "File that has the API key.")
-    template: str = setting(
-        "", "The question, as the user's message, with {response} and, as you like, {prompt} and {reference}."
-    )
+    api_key_env: str | None = setting(None, "Environment variable with the API key.")
+    api_key_file: str | None = setting(None, "File with the API key.")
+    template: str = setting("", "The user's message, with {response} and optionally {prompt} and {reference}.")
     system: str = setting("", "The system message.")
     parse: ParseConfig = setting(ParseConfig, "How a number is read from the answer.")
     parse_retries: int = setting(
@@ -93,24 +91,20 @@ class ChatJudgeConfig:
     samples: int = setting(1, "Number of answers to each question; the reward is their mean.", least=1, most=1000)
     temperature: float | None = setting(None, "Temperature of the answers; default: the judge's own.", least=0)
     max_tokens: int | None = setting(1024, "Maximum length of an answer. null: the judge's own.", least=1)
-    extra: dict[str, Any] | None = setting(
-        None, "More fields of the request, such as {reasoning_effort: low}, as the judge's server documents them."
-    )
-    cache: str = setting("", "Folder that keeps every answer; chat judges of one server may share it.")
+    extra: dict[str, Any] | None = setting(None, "More fields of the request, such as {reasoning_effort: low}.")
+    cache: str = setting("", "Cache folder of answers; chat judges of one server may share it.")
     concurrency: int = setting(16, "Maximum number of calls in progress.", least=1)
     timeout_s: float = setting(60.0, "Timeout of one call, in seconds.", above=0)
     call_retries: int = setting(
-        8, "How often a call is repeated after a lost connection, a timeout, or status 408, 409, 429, 5xx.", least=0
+        8, "Retries of a call after a lost connection, a timeout, or status 408, 409, 429, 5xx.", least=0
     )
     budget: BudgetConfig = setting(BudgetConfig, "What the judge may use up.")
     prompt_price: float | None = setting(None, "Price of a million tokens of prompts.", least=0)
     completion_price: float | None = setting(None, "Price of a million tokens of answers.", least=0)
     max_queue_tokens: int = setting(
-        4_000_000, "Maximum number of queued tokens, estimated; above it, requests get status 503.", least=1
+        4_000_000, "Maximum number of queued tokens (estimate); above it: status 503.", least=1
     )
-    max_queue_sequences: int = setting(
-        16_384, "Maximum number of queued samples; above it, requests get status 503.", least=1
-    )
+    max_queue_sequences: int = setting(16_384, "Maximum number of queued samples; above it: status 503.", least=1)
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
         """Returns the cost of so many tokens; 0 without prices."""

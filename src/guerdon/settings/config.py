@@ -24,7 +24,7 @@ class ForwardConfig:
 
     revision: str | None = setting(None, "Hub revision: a branch, tag or commit.")
     base: str | None = setting(
-        None, "Base model of an adapter: folder or hub id. auto: the one that adapter_config.json names.", auto=True
+        None, "Base model of an adapter: folder or hub id. auto: as in adapter_config.json.", auto=True
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "Dtype of the weights; the head is always float32. auto: bfloat16 on a GPU, float32 on a CPU."
@@ -32,7 +32,7 @@ class ForwardConfig:
     device: str = setting("auto", "Device: auto, cpu, cuda, cuda:1, ...")
     max_batch_tokens: int | None = setting(
         None,
-        "Maximum number of tokens in one forward pass, shared prefixes counted once. auto: chosen for the device.",
+        "Maximum number of tokens in one forward pass, shared prefixes counted once.",
         auto=True,
         least=1,
     )
@@ -40,9 +40,7 @@ class ForwardConfig:
         None, "Longest accepted sequence, in tokens. auto: the model's maximum.", auto=True, least=1
     )
     require_packed: bool = setting(False, "Refuse to start if the packed forward does not match the plain one.")
-    deterministic: bool = setting(
-        False, "Compute each sequence separately, so that its score is bitwise the same in every batch."
-    )
+    deterministic: bool = setting(False, "Compute each sequence separately: the same bits in every batch.")
 
 
 @dataclass
@@ -52,8 +50,8 @@ class ParallelConfig:
     tensor_parallel: int = setting(1, "Number of ranks that share each layer's weights.", least=1)
     data_parallel: int | None = setting(
         None,
-        "Number of data-parallel parts, of tensor_parallel ranks each; each computes its share of every batch, behind "
-        "one port. auto: all that torchrun started; else, with fsdp, as many as there are GPUs for; else 1.",
+        "Number of data-parallel parts, of tensor_parallel ranks each, behind one port. auto: all that torchrun "
+        "started; else with fsdp all GPUs; else 1.",
         auto=True,
         least=1,
     )
@@ -64,7 +62,7 @@ class ParallelConfig:
         30.0, "Seconds without a heartbeat after which a rank counts as lost and all others exit.", least=2
     )
     max_restarts: int = setting(
-        10, "How often the command starts all its ranks again after one was lost; torchrun has its own flag.", least=0
+        10, "Maximum restarts of all ranks after a lost one; torchrun has its own flag.", least=0
     )
 
 
@@ -79,14 +77,10 @@ class LanguageModelConfig(ForwardConfig):
 class QueueConfig:
     """How many requests may wait for a model, and how many answers are computed twice."""
 
-    max_queue_tokens: int = setting(
-        4_000_000, "Maximum number of queued tokens; above it, requests get status 503.", least=1
-    )
-    max_queue_sequences: int = setting(
-        16_384, "Maximum number of queued sequences; above it, requests get status 503.", least=1
-    )
+    max_queue_tokens: int = setting(4_000_000, "Maximum number of queued tokens; above it: status 503.", least=1)
+    max_queue_sequences: int = setting(16_384, "Maximum number of queued sequences; above it: status 503.", least=1)
     recheck_share: float = setting(
-        0.0, "Share of scored sequences that are scored again by the plain forward and compared.", least=0, most=1
+        0.0, "Share of sequences that are scored again by the plain forward and compared.", least=0, most=1
     )
 
 
@@ -102,7 +96,7 @@ class EngineConfig(QueueConfig, ForwardConfig):
     )
     std: float | None = setting(
         None,
-        "Every reward or value is divided by it, after the mean is subtracted. auto: taken from the checkpoint.",
+        "Divides every reward or value, after the mean is subtracted. auto: taken from the checkpoint.",
         auto=True,
         above=0,
     )
@@ -113,28 +107,24 @@ class LearningConfig:
     """The optimiser, its schedule, and which weights it trains."""
 
     learning_rate: float = setting(9e-6, "Learning rate of AdamW after the warm-up.", least=0)
-    weight_decay: float = setting(
-        0.01, "Weight decay of AdamW; it applies to all weights, also to biases and norms, as in torch.", least=0
-    )
+    weight_decay: float = setting(0.01, "Weight decay of AdamW, also of biases and norms, as in torch.", least=0)
     betas: list[float] = setting([0.9, 0.98], "Betas of AdamW.")
     optimizer: Literal["adamw", "adamw_8bit"] = setting("adamw", "adamw_8bit keeps the optimiser state in 8 bits.")
     lr_schedule: Literal["constant", "linear", "cosine"] = setting(
         "constant", "Schedule of the learning rate after the warm-up; linear and cosine reach 0 at total_steps."
     )
     warmup_steps: int = setting(0, "Optimiser steps in which the learning rate rises from 0.", least=0)
-    total_steps: int | None = setting(
-        None, "Optimiser steps of the whole run; required by the schedules linear and cosine.", least=1
-    )
+    total_steps: int | None = setting(None, "Optimiser steps of the whole run; required by linear and cosine.", least=1)
     gradient_clip_val: float = setting(1.0, "Maximum norm of a step's gradient. 0: no clipping.", least=0)
     lora: int | None = setting(None, "Train low-rank adapters of this rank (by peft) instead of all weights.", least=1)
     lora_alpha: float = setting(
         32.0, "Scale of the adapters: their output is multiplied by lora_alpha / lora.", least=0
     )
     lora_targets: str = setting(
-        "all-linear", "Layers that get adapters: all-linear, or a regular expression that matches whole module names."
+        "all-linear", "Layers with adapters: all-linear, or a regular expression for whole module names."
     )
     activation_checkpointing: bool = setting(
-        False, "Recompute activations in the backward pass: takes less memory and more time."
+        False, "Recompute activations in the backward pass: less memory, more time."
     )
 
     def contradictions(self) -> Contradictions:
@@ -157,29 +147,23 @@ class IsolationConfig:
     """A user's function in child processes, and what one sample may use there."""
 
     isolate: bool = setting(
-        False, "Call a function in child processes, which end at the limits below; each fails its own sample alone."
+        False, "Call a function in child processes with the limits below; a failure concerns its own sample alone."
     )
     children: int | None = setting(
         None,
-        "Child processes of an isolated function; each computes one sample at a time. auto: the cores, at most 16.",
+        "Child processes of an isolated function, one sample each. auto: the cores, at most 16.",
         auto=True,
         least=1,
         most=256,
     )
-    sample_deadline_s: float = setting(
-        10.0, "Seconds in which an isolated function has to answer a sample.", above=0, most=86_400
-    )
+    sample_deadline_s: float = setting(10.0, "Seconds for one sample.", above=0, most=86_400)
     sample_cpu_s: float | None = setting(
-        None, "CPU seconds that a sample's processes may use together. auto: sample_deadline_s.", auto=True, above=0
+        None, "CPU seconds of a sample's processes together. auto: sample_deadline_s.", auto=True, above=0
     )
-    sample_memory_mb: int = setting(
-        1024, "Memory in MiB that a sample may use beyond what the imported function holds.", least=16
-    )
-    sample_processes: int = setting(16, "Processes that a sample may have at once, its child included.", least=1)
-    import_deadline_s: float = setting(60.0, "Seconds in which an isolated function has to be imported.", above=0)
-    pass_env: list[str] = setting(
-        [], "Environment variable that child processes get besides the usual ones, such as PATH and HOME."
-    )
+    sample_memory_mb: int = setting(1024, "Memory of a sample in MiB, beyond the imported function's.", least=16)
+    sample_processes: int = setting(16, "Concurrent processes of a sample, its child included.", least=1)
+    import_deadline_s: float = setting(60.0, "Seconds to import an isolated function.", above=0)
+    pass_env: list[str] = setting([], "Environment variable for child processes, beside PATH, HOME and the like.")
 
     @property
     def num_children(self) -> int:
@@ -202,17 +186,17 @@ class ModelConfig(IsolationConfig, EngineConfig):
     model: str = setting("", "Local folder, hub id, or module:function.", flag=False)
     name: str = setting("reward_model", "Name that clients ask for.")
     merge_attributes: bool = setting(
-        True, "If false, `rewards` has one column per attribute, as with NeMo-Aligner's regression models."
+        True, "If false, `rewards` has one column per attribute, as in NeMo-Aligner's regression models."
     )
     truncation: Literal["error", "left", "right"] = setting(
-        "error", "Refuse a sequence that is too long, or drop its tokens on the left or right."
+        "error", "Refuse sequences that are too long, or drop tokens at this side."
     )
     pooling: Pooling = setting(
-        "auto", "Token whose hidden state gives the reward. auto: as in the library that the checkpoint comes from."
+        "auto", "Token whose hidden state gives the reward. auto: as in the checkpoint's library."
     )
-    step_separator: str | None = setting(None, "Text whose last token ends a step (process reward models).")
+    step_separator: str | None = setting(None, "Text that ends a step (process reward models).")
     step_reduction: Literal["min", "mean", "last", "product"] = setting(
-        "min", "How the rewards of the steps become the reward of the sequence."
+        "min", "Reduction of step rewards to the sequence's reward."
     )
 
 
@@ -224,9 +208,7 @@ class TeacherConfig(QueueConfig, LanguageModelConfig):
 
     kind: Literal["teacher"] = setting("teacher", "Kind of model.", flag=False)
     name: str = setting("teacher", "Name that clients ask for.")
-    max_top_k: int = setting(
-        128, "Largest top_k of a request, and most given ids for each position.", least=1, most=65_536
-    )
+    max_top_k: int = setting(128, "Largest top_k, and most given ids per position.", least=1, most=65_536)
 
 
 @dataclass
@@ -240,12 +222,11 @@ class JudgeConfig(QueueConfig, LanguageModelConfig):
     rubric: str = setting("", "YAML file with the template, the labels and the criteria.")
     verdict: Literal["expected", "likeliest"] = setting(
         "expected",
-        "Value of a criterion. expected: the mean of the labels' values by their probabilities. likeliest: the "
-        "likeliest label's value.",
+        "Value of a criterion: the mean of the labels' values by their probabilities, or the likeliest label's.",
     )
     max_other_mass: float = setting(
         0.5,
-        "Largest probability of all tokens that are no labels together; above it, the sample fails.",
+        "Largest probability mass outside the labels; above it, the sample fails.",
         least=0,
         most=1,
     )
@@ -272,7 +253,7 @@ class CriticConfig(LearningConfig, EngineConfig):
         None, "Folder or hub id of a reward model; with it, NAME_infer also returns rewards."
     )
     reward_model_memory: Literal["resident", "swap"] = setting(
-        "resident", "resident: both models stay on the device. swap: one is on the device, the other in host memory."
+        "resident", "resident: both models on the device. swap: one on the device, the other in host memory."
     )
     reward_revision: str | None = setting(None, "Hub revision of the reward model.")
     reward_attribute_weights: list[float] | None = setting(
@@ -284,31 +265,28 @@ class CriticConfig(LearningConfig, EngineConfig):
     )
     reward_std: float | None = setting(
         None,
-        "The reward model's rewards are divided by it, after the mean is subtracted. auto: taken from its checkpoint.",
+        "Divides the reward model's rewards, after the mean is subtracted. auto: taken from its checkpoint.",
         auto=True,
         above=0,
     )
     checkpoint_dir: str | None = setting(
-        None, "Folder for checkpoints and the journal; without it, what the critic learns is lost at exit."
+        None, "Folder for checkpoints and the journal; without it, training is lost at exit."
     )
     keep_checkpoints: int = setting(2, "Number of newest checkpoints to keep.", least=1)
     keep_best: str | None = setting(
         None,
-        "Also keep the checkpoint that is best by this metric: explained_variance, loss, or one that clients give to "
-        "save.",
+        "Also keep the best checkpoint by this metric: explained_variance, loss, or a metric of a client's save.",
     )
     keep_best_mode: Literal["auto", "max", "min"] = setting(
-        "auto", "Whether the largest or the smallest metric is best. auto: min for loss, max for others."
+        "auto", "Best is the largest or smallest. auto: min for loss, max for others."
     )
-    save_every: int | None = setting(
-        None, "Save a checkpoint after this many train requests; default: only on request.", least=1
-    )
+    save_every: int | None = setting(None, "Train requests between checkpoints; default: only on request.", least=1)
     global_batch_size: int = setting(64, "Number of sequences in one optimiser step.", least=1)
     trainable: str | None = setting(
-        None, "Train only the weights whose whole names match this regular expression, such as `.*\\.mlp\\..*|score.*`."
+        None, "Train only weights whose whole names match this regular expression, such as `.*\\.mlp\\..*|score.*`."
     )
     frozen: str | None = setting(
-        None, "Never train the weights whose whole names match this regular expression, such as `.*\\.self_attn\\..*`."
+        None, "Never train weights whose whole names match this regular expression, such as `.*\\.self_attn\\..*`."
     )
     loss_clip_val: float = setting(
         0.2, "Maximum distance of a value from prev_values in the loss. 0: no clipping.", least=0
@@ -359,17 +337,14 @@ class ComponentConfig:
     weight: float = setting(1.0, "Weight in the sum. 0: only reported beside the sum.")
     normalize: Literal["none", "given", "running"] = setting(
         "none",
-        "given: subtract `mean` and divide by `std`. running: use the mean and standard deviation of all its rewards "
-        "in this sum since the server started.",
+        "given: subtract `mean` and divide by `std`. running: by its rewards in this sum since the start.",
     )
     mean: float | None = setting(None, "Subtracted from every reward if normalize is given; default: 0.")
     std: float | None = setting(
-        None, "Every reward is divided by it, after the mean is subtracted, if normalize is given; default: 1.", above=0
+        None, "Divides every reward, after the mean is subtracted, if normalize is given; default: 1.", above=0
     )
     clip: float | None = setting(None, "Clip to -clip ... clip, after normalisation and before the weight.", above=0)
-    judge: ChatJudgeConfig | None = setting(
-        None, "In place of a name: the settings of a judge in words, as an item of models with kind: chat_judge."
-    )
+    judge: ChatJudgeConfig | None = setting(None, "Settings of a judge in words, in place of a name.")
 
     def contradictions(self) -> Contradictions:
         if self.model == "score":
@@ -396,38 +371,34 @@ class RewardConfig:
 class LimitsConfig:
     """Resource limits per server."""
 
-    max_body_mb: int = setting(256, "Maximum size of a request body, in MiB; checked before it is read.", least=1)
+    max_body_mb: int = setting(256, "Maximum size of a request body, in MiB.", least=1)
     max_request_sequences: int = setting(65_536, "Maximum number of sequences in a request.", least=1)
-    max_requests: int = setting(
-        4096, "Maximum number of requests in progress; above it, requests get status 503.", least=1
-    )
+    max_requests: int = setting(4096, "Maximum number of requests in progress; above it: status 503.", least=1)
     max_bodies_mb: int = setting(
-        2048, "Maximum total size of the bodies of requests in progress, in MiB; above it, requests get status 503.",
+        2048, "Maximum total size of bodies in progress, in MiB; above it: status 503.",
         least=1,
     )  # fmt: skip
     max_connections: int = setting(
         16_384,
-        "Maximum number of open HTTP connections, shared fairly between keys. At the limit, a new connection evicts "
-        "an idle one, or gets status 503 if none is idle.",
+        "Maximum number of open HTTP connections, shared fairly between keys. Above it, a new one evicts an idle one, "
+        "or gets status 503.",
         least=1,
     )
     header_timeout_s: float = setting(
-        20.0, "Timeout for a connection's first request and for the head of every request, in seconds.", least=0.1
+        20.0, "Timeout of a connection's first request and of each request's head, in seconds.", least=0.1
     )
     read_timeout_s: float = setting(
-        60.0, "Timeout between two parts of a body, and for a whole gRPC message, in seconds.", least=0.1
+        60.0, "Timeout between two parts of a body, and of a whole gRPC message, in seconds.", least=0.1
     )
-    write_timeout_s: float = setting(
-        60.0, "Timeout for a client to read the next part of a response, in seconds.", least=0.1
-    )
+    write_timeout_s: float = setting(60.0, "Timeout of reading the next part of a response, in seconds.", least=0.1)
     idle_timeout_s: float = setting(
         3600.0,
-        "Timeout of an idle connection, in seconds; a trainer keeps its connections through its other phases.",
+        "Timeout of an idle connection, in seconds.",
         least=0.1,
     )
     request_timeout_s: float = setting(
         600.0,
-        "Longest wait of a request that sets no timeout itself, in seconds; a critic's requests have no limit.",
+        "Default timeout of a request, in seconds; none for a critic's requests.",
         above=0,
     )
     shutdown_timeout_s: float = setting(30.0, "Grace period for accepted requests after SIGTERM, in seconds.", least=0)
@@ -437,11 +408,9 @@ class LimitsConfig:
 class DashboardConfig:
     """The page that a server shows at `/`."""
 
-    dashboard: bool = setting(
-        True, "Serve the page at / and that of the API at /docs, and keep the data of the last day."
-    )
+    dashboard: bool = setting(True, "Serve the page at / and the API's at /docs, and keep a day of data.")
     dashboard_samples: bool = setting(
-        False, "Show the texts of the best and worst samples on the page; if there are keys, only to admins."
+        False, "Show the texts of the best and worst samples on the page; with keys only to admins."
     )
 
     def contradictions(self) -> Contradictions:
@@ -461,15 +430,12 @@ class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig, DashboardConfig):
         least=0,
         most=65_535,
     )
-    model_repository: str | None = setting(
-        None, "Folder of checkpoints that a key of the role admin may load while the server runs."
-    )
+    model_repository: str | None = setting(None, "Folder of checkpoints that admins may load while the server runs.")
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Lowest level that is logged to stderr.")
     log_format: Literal["text", "json"] = setting("text", "Format of the logs and of console output.")
     traces: str | None = setting(
         None,
-        "Send traces to this collector by OTLP over HTTP, such as http://127.0.0.1:4318; default: "
-        "OTEL_EXPORTER_OTLP_ENDPOINT, if it is set.",
+        "OTLP collector for traces over HTTP, such as http://127.0.0.1:4318; default: OTEL_EXPORTER_OTLP_ENDPOINT.",
     )
     models: list[ServedModelConfig] = setting([], "The served models.", flag=False)
     rewards: list[RewardConfig] = setting([], "Sums of the models' rewards.", flag=False)
