@@ -49,7 +49,7 @@ _MOST_GRACE_S = 20.0
 """Limit of `shutdown_timeout_s` with several ranks: torchrun kills them 30 s after the signal."""
 _AMID = "accepted requests are not done within %g s of the signal: this server ends without them"
 _LAST_WORDS_S = 5.0
-"""How long a server that has lost a rank may take to tell its clients."""
+"""Time for a server that has lost a rank to answer its clients."""
 
 
 def build_scorer(config: ServedModelConfig, ranks: Ranks = ALONE) -> Any:

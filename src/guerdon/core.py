@@ -18,7 +18,7 @@ Message = dict[str, Any]
 
 
 class Signal(IntEnum):
-    """What a command tells the worker of every rank to do."""
+    """The operation of a command."""
 
     FORWARD = 1
     EXIT = 2
@@ -113,10 +113,10 @@ class Truncation:
 
 @dataclass(slots=True, eq=False)
 class ScoreRequest:
-    """What one client asks of one model: exactly one of `texts`, `messages` and `tokens`, with one entry per sample.
+    """One client's request to one model: exactly one of `texts`, `messages` and `tokens`, with one entry per sample.
 
-    `groups` and `prompt_lengths` are hints for sharing, `steps` the positions of step rewards, `queries` what a teacher
-    is asked; each has one entry per sample. `timeout_s` counts from arrival. Requests of higher `priority` go first.
+    `groups` and `prompt_lengths` are hints for sharing, `steps` the positions of step rewards, `queries` a teacher's
+    queries; each has one entry per sample. `timeout_s` counts from arrival. Requests of higher `priority` go first.
     `wants_rewards` is False if nobody reads the rewards. Clients pad `tokens` to `pad_to_length` instead of to the
     longest of them.
 
@@ -125,7 +125,7 @@ class ScoreRequest:
     pair anyway. With `add_special_tokens` the tokenizer's special tokens are added to texts; None adds them only to the
     pairs of such a model. With `completes` texts that the chat template has made end as it ends an answer. Without
     `truncation` the server's setting decides about long samples. `width` is the length of the padded rows that the
-    tokens were sent in. With `is_whole` the first wrong sample fails the request, and those behind it need not be read.
+    tokens were sent in. With `is_whole` the first invalid sample fails the request, and later ones need not be read.
     """
 
     texts: list[str] | None = None
@@ -180,13 +180,13 @@ class Scored:
 
 @dataclass(slots=True, eq=False)
 class Command:
-    """A command to the worker of every rank: what to do, with which model, on what.
+    """A command to the worker of every rank: operation, model and arguments.
 
     `first_steps` limits a TRAIN to so many global batches; `folder` is where SAVE writes and LOAD reads. LOAD of a
     scorer loads it beside the one that serves, and SWITCH swaps the two; UNLOAD removes the one that serves, RELEASE
     drops the one beside it and frees memory. `lineage` is a new number if a client returns to a checkpoint, so that
-    what is learnt from there gets versions of its own; None continues the saved lineage, as a restart does. A `plain`
-    FORWARD uses the plain forward, and LEAVE_PATH makes it the only one; `why` is the error of the other path.
+    versions never repeat; None continues the saved lineage, as after a restart. A `plain` FORWARD uses the plain
+    forward, and LEAVE_PATH makes it the only one; `why` is the error of the other path.
     """
 
     signal: Signal

@@ -27,7 +27,7 @@ class Damaged(Exception):
 
 @contextmanager
 def storing(what: str) -> Iterator[None]:
-    """Turns an OSError into StorageFailed; `what` says what could not be done."""
+    """Turns an OSError into StorageFailed; `what` names the failed operation."""
     try:
         yield
     except OSError as e:

@@ -55,7 +55,7 @@ class Ending:
     differs: str = ""
 
     def has_made(self, prompt: str) -> bool:
-        """Whether the template has made a prompt, as far as that can be told."""
+        """Whether the template has made a prompt, as far as its text shows."""
         return bool(self.opening) and self.opening in prompt
 
     def complete(self, text: str, prompt: str = "") -> str | None:

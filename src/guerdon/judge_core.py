@@ -91,7 +91,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Rubric:
-    """What a judge is asked about each response, and what its answers are worth.
+    """A judge's questions about each response, and the values of its labels.
 
     The `template` has FIELDS in braces, or COMPARED_FIELDS if it compares; `system` is the system message of a chat, if
     any. Each of the `labels` is an answer that has the value at the same place in `values`, which is the first
@@ -121,7 +121,7 @@ class Rubric:
 
     @property
     def attribute_names(self) -> tuple[str, ...]:
-        """The names of a sample's attributes: the criteria's, and what is told beside them."""
+        """The names of a sample's attributes: the criteria's, and the diagnostics."""
         return (*self.names, OTHER_MASS) if self.compare is None else (*self.names, OTHER_MASS, DISAGREED)
 
     @property
@@ -187,7 +187,7 @@ class LabelTokens:
     starts: np.ndarray
 
     def query(self, num_tokens: int) -> LogprobQuery:
-        """Returns what is asked about a question of so many tokens, of which the last is in a label's place."""
+        """Returns the query of a question of so many tokens, whose last is in a label's place."""
         return LogprobQuery(
             start=max(1, num_tokens - 1), top_k=NUM_LIKELIEST, given=self.ids, with_logprobs=False,
             ends_in_placeholder=True,
@@ -238,7 +238,7 @@ class ComparedReply(ScoreReply):
 
 
 class Plan(Protocol):
-    """What a judge is asked about the samples of a request, and how its answers become their scores.
+    """A judge's questions about a request's samples, and the reduction of its answers to scores.
 
     Each of the `subjects` is asked every criterion; its tokens count as those of the sample at the same place in
     `owners`.

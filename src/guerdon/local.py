@@ -121,7 +121,7 @@ class LocalRewardModel(_LocalModel):
 
     @takes(ScoreArgs)
     def score(self, **samples: Unpack[ScoreArgs]) -> Scores:
-        """Returns the samples' scores; blocks. Takes what `RewardClient.score` takes and raises what a server would."""
+        """Returns the samples' scores; blocks. As `RewardClient.score`, with a server's errors."""
         return self.submit(**samples).result()
 
     @takes(ScoreArgs)
@@ -143,7 +143,7 @@ class LocalJudge(LocalRewardModel):
 
 
 class LocalTeacher(_LocalModel):
-    """Answers what a `TeacherClient` asks with a language model that this process loads.
+    """A `TeacherClient`'s calls, by a language model in this process.
 
     It is like LocalRewardModel in all else.
     """

@@ -1,4 +1,4 @@
-"""What a language model, a teacher or a judge's without its rubric, is asked about the token behind a sample."""
+"""Queries of a language model, a teacher's or a judge's without its rubric, for the token after a sample."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ NEXT_TOKENS = "next_tokens"
 class NextTokenRequest(ScoreRequest):
     """Asks a teacher, or the model of a judge without its rubric, for the log-probs of `ids` behind each sample.
 
-    A sample is completed by the text or token ids `shared`, which stand before it, or behind it if `is_item_first`.
-    Both parts are tokenised by themselves, a text of `shared` with special tokens if `shared_special_tokens`. `ids` are
-    int64 `[G]`. Nobody reads rewards.
+    The text or token ids `shared` precede each sample, or follow it if `is_item_first`. Both parts are tokenised by
+    themselves, a text of `shared` with special tokens if `shared_special_tokens`. `ids` are int64 `[G]`. Nobody reads
+    rewards.
     """
 
     ids: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))

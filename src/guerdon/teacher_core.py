@@ -18,16 +18,16 @@ MAX_ANSWER_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogprobQuery:
-    """What is asked about the tokens of one sequence of T tokens.
+    """A query about one sequence of T tokens.
 
     Asked are n = T - `start` tokens, those from position `start` to the end; it is at least 1, because nothing predicts
     the first token. If it is None, the response's tokens are asked, or without a prompt's length all but the first.
 
     `top_k` is how many of the likeliest ids are wanted at each of these positions. `given` are ids whose log-probs are
     wanted: int64 `[n,G]`, more rows only if they hold nothing but pads, or `[G]`, the same ids at every position. -1 is
-    a pad. `with_next` asks for the likeliest ids behind the last token. `with_hidden` asks for the hidden states that
+    a pad. `with_next` requests the likeliest ids after the last token. `with_hidden` asks for the hidden states that
     the head turns into logits, in the model's dtype, or with `rounds_hidden` in bfloat16. `top_bytes` and `given_bytes`
-    are what one of the `top_k` and one of the `given` take in the reply.
+    are the reply's bytes per `top_k` and per `given` id.
 
     If it `ends_in_placeholder`, the sample ends before its last token, which stands for any that may follow.
 
@@ -116,15 +116,15 @@ class LogprobQuery:
 
 @dataclass(slots=True, eq=False)
 class TokenLogprobs:
-    """What a teacher says about the n asked tokens of one sequence; what was not asked for is None.
+    """A teacher's answer for the n scored tokens of one sequence; outputs that were not requested are None.
 
     `logprobs` and `entropy` (natural logarithms) are float32 `[n]`; `ranks` are int32 `[n]`, how many ids are at least
     as likely as the actual token, itself included. `top_ids` int32 and `top_logprobs` float32, both `[n,top_k]`, are
     the likeliest ids, best first. `given_logprobs` are float32 `[n,G]`, 0 at pads. `next_ids` int32 and `next_logprobs`
     float32, both `[max(1,top_k)]`, are the likeliest ids behind the last token.
 
-    Row r of `hidden`, `[n,H]`, is what the head turns into the logits of the r-th asked token: float32 or float16,
-    or uint16 with the bits of bfloat16.
+    Row r of `hidden`, `[n,H]`, is the head's input for the r-th scored token: float32 or float16, or uint16 with the
+    bits of bfloat16.
     """
 
     logprobs: np.ndarray | None = None
@@ -160,7 +160,7 @@ class Decodes(Protocol):
         ...
 
     def texts_among(self, ids: np.ndarray, places: np.ndarray, tokens: np.ndarray) -> list[str]:
-        """Returns the text of each id at its place among the sequence's `tokens`, as vLLM tells it."""
+        """Returns the text of each id at its place among the sequence's `tokens`, as in vLLM."""
         ...
 
 

@@ -20,8 +20,8 @@ _QUOTES = "`\"'“”‘’«»「」"
 def answer_of(text: str) -> str | None:
     """Returns the text without thinking; None if thinking is still open at its end.
 
-    Tags nest. What stands before a closing tag without its opening one is thinking, too: the opening tag was in the
-    prompt. A tag directly within quotation marks or backticks is a word and no tag.
+    Tags nest. Text before a closing tag without an opening one is thinking, too: the opening tag was in the prompt. A
+    tag directly within quotation marks or backticks is a word and no tag.
     """
     parts: list[str] = []
     depth = begin = 0

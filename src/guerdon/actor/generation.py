@@ -91,8 +91,8 @@ class TransformersGenerator:
 class _ActiveRollout:
     """A rollout in progress.
 
-    `given` are tokens that an environment wrote and the model has yet to read, `observed` the places of those that it
-    has read; the policy's newest turn begins at `turn`.
+    `given` are environment tokens that the model has not read yet, `observed` the places of those that it has read; the
+    policy's newest turn begins at `turn`.
     """
 
     prompt: Prompt

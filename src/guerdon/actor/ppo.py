@@ -75,7 +75,7 @@ def train(config: PPORunConfig, policy: PolicyGroup | None = None) -> RunSummary
 def ppo_advantages(experience: Experience, config: PPOConfig) -> tuple[Tensor, Tensor]:
     """Returns the advantage of every token by GAE, whitened if configured, and the critic's target returns.
 
-    The returns have a lambda of their own if `lam_alpha` or `lam_critic` is given.
+    Returns have a separate lambda if `lam_alpha` or `lam_critic` is set.
     """
     mask = experience.mask
     rewards = token_rewards(experience.rewards, experience.kl, mask, config.kl_coefficient)

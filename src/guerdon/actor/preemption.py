@@ -81,7 +81,7 @@ class Preemption:
         return math.inf if self._deadline is None else max(0.0, self._deadline - time.monotonic() - _RESERVE_S)
 
     def reason(self, seconds_ahead: float) -> str | None:
-        """Returns why to stop now, None to go on; `seconds_ahead` is what continuing would take, its save included."""
+        """Returns the reason to stop now, else None; `seconds_ahead` is the time to continue, including the save."""
         if self._signal is not None:
             return signal.Signals(self._signal).name
         if seconds_ahead >= self.seconds_left():

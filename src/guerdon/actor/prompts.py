@@ -264,7 +264,7 @@ class _Reader:
 def _leading_bos(tokenizer: Any) -> list[int]:
     """Returns the BOS that the tokenizer puts before a text, as users of `generate` give it; empty if it adds none.
 
-    What it adds behind a text is left out, because a prompt that ends with EOS asks for nothing.
+    Tokens that it appends are dropped: after an EOS the model has nothing to continue.
     """
     added = tokenizer("").input_ids[:1]
     return added if added == [tokenizer.bos_token_id] else []

@@ -105,8 +105,8 @@ class RemoteCritic(RemoteModel[CriticClient, CriticScores]):
     ) -> TrainFuture[TrainReport]:
         """Sends a train request; returns a future of its report. `returns[i]` are float32 `[L - P]`.
 
-        All rollouts are trained on `updates` times. Idempotent: the same `train_id` is trained once. The
-        values of the prompt, of what an environment wrote, and behind the last action are masked.
+        All rollouts are trained on `updates` times. Idempotent: the same `train_id` is trained once. Masks the values
+        of the prompt, of environment tokens, and after the last action.
         """
         targets, masks, values = [], [], []
         for rollout, row in zip(rollouts, returns, strict=True):

@@ -1,7 +1,7 @@
 """Where metrics and samples go: always a JSONL file and TensorBoard, optionally Weights & Biases and MLflow; a bar.
 
-After a resume, the first two drop what was logged behind the resumed step, so that they have each step once. The others
-keep it, and get repeated steps a second time.
+After a resume, the first two drop entries after the resumed step, so that each step occurs once. The others keep it,
+and get repeated steps a second time.
 """
 
 from __future__ import annotations

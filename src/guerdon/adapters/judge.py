@@ -25,7 +25,7 @@ TIMEOUT_S = 600.0
 """The default time limit of a call with all its tries."""
 
 _FAIL_FAST_S = 1.0
-"""For so long after a call found no server, those that waited behind it fail as well."""
+"""Calls queued behind one that found no server fail as well, for this long."""
 
 Prompt = str | Sequence[Message]
 """A text, or the messages of a conversation."""
@@ -229,6 +229,6 @@ def refuse_unknown(names: Iterable[str], where: str, known: str) -> None:
 
 
 def _is_conversation(part: Any) -> bool:
-    """Returns whether it is a list of messages; Parquet gives arrays of them."""
+    """Returns whether it is a list (from Parquet: an array) of messages."""
     is_list = isinstance(part, list | tuple | np.ndarray)
     return is_list and len(part) > 0 and all(isinstance(message, Mapping) for message in part)

@@ -35,8 +35,8 @@ class OpenRLHFReward:
     ) -> None:
         """Completes each text with `ending`, None for that of the served model's chat template.
 
-        By default it adds nothing, because OpenRLHF trains its own reward models on whole turns without what a template
-        may write behind the EOS. A call fails after `timeout_s`.
+        By default nothing is appended, because OpenRLHF's own reward models are trained on turns that end with the EOS.
+        A call fails after `timeout_s`.
         """
         self._judge, self._ending = judge(url, model, timeout_s), ending
 

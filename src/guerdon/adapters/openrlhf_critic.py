@@ -3,8 +3,8 @@
     python -m guerdon.adapters.openrlhf_critic FLAGS --critic.model_name_or_path http://host:5556 \\
         --critic.num_nodes 1 --critic.num_gpus_per_node 1
 
-FLAGS are those of `python -m openrlhf.cli.train_ppo_ray`. The critic's URL stands in place of a model, and one process
-without a GPU, which asks the server, in place of the actors of OpenRLHF's critic group.
+FLAGS are those of `python -m openrlhf.cli.train_ppo_ray`. The critic's URL replaces a model, and one client process
+without a GPU the actors of OpenRLHF's critic group.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from guerdon.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The keys of `critic_server`. The λ are those of `Gae`, and slime's `--lambd` where they are not given."""
+    """The keys of `critic_server`. The λ are those of `Gae`; the default is slime's `--lambd`."""
 
     url: str
     name: str = "critic"
@@ -53,8 +53,8 @@ Answer = dict[int, tuple[np.ndarray, np.ndarray]]
 def compute_advantages(args: Namespace, rollout_data: dict[str, Any]) -> None:
     """Trains the served critic on the rollout, and sets the batch's `advantages` and `returns`.
 
-    Every rank of the last pipeline stage calls it at once; one of them asks. Tokens without loss mask get 0, and are
-    skipped as if absent; a reward is the last unmasked token's. Any rank's error is raised on all.
+    Collective over the last pipeline stage; one rank sends the request. Tokens without loss mask get 0, and are skipped
+    as if absent; a reward is the last unmasked token's. Any rank's error is raised on all.
     """
     import torch
     from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp

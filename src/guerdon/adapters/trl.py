@@ -59,7 +59,7 @@ class TrlReward:
         return samples if self._labels is None else {**samples, "labels": columns[self._labels]}
 
     def _ended(self, completions: Sequence[Prompt], columns: dict[str, Any]) -> list[Prompt]:
-        """Returns the completions; those that are texts and were not truncated end with `ending`, if that is given."""
+        """Returns the completions, with `ending` appended to texts that were not truncated."""
         ending, eos = self._ending or "", self._eos_token_id
         ids = completions if eos is None else columns["completion_ids"]
         has_ended = [eos is None or [*row][-1:] == [eos] for row in ids]

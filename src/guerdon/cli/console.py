@@ -221,7 +221,7 @@ def say(text: str) -> None:
 
 
 def fail(what: object, help_text: str, status: int) -> int:
-    """Prints what is wrong and what to do, as a rule once per host; returns `status`."""
+    """Prints the error and its remedy, usually once per host; returns `status`."""
     if not _is_first("LOCAL_RANK"):
         # As a rule the host's first rank fails likewise and prints it, and the launcher then ends this one. If this one
         # left earlier, the launcher would end the first one before it printed anything.

@@ -169,7 +169,7 @@ def _ending(subject: str, name: str, config: dict[str, Any]) -> Iterator[Finding
 
 
 def _metrics(address: Address) -> Samples:
-    """Returns what the server's metrics tell of its models; empty if it has none, or does not show them."""
+    """Returns the models' figures from the server's metrics; empty without metrics or access."""
     try:
         lines = fetch(address, "/metrics").text.splitlines()
     except GuerdonError:
@@ -251,7 +251,7 @@ def _check_extra(extra: str) -> Finding:
 
 
 def requirements_of(name: str, extra: str = "", *, with_contained: bool = True) -> Iterator[Requirement]:
-    """Yields what a distribution always requires on this platform, or what one of its extras adds to that."""
+    """Yields a distribution's requirements on this platform, or those of one extra."""
     own = _metadata(name)
     for wanted in map(Requirement, own.get_all("Requires-Dist") or [] if own is not None else []):
         is_always = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
@@ -265,7 +265,7 @@ def requirements_of(name: str, extra: str = "", *, with_contained: bool = True) 
 
 
 def _find_lacking(requirements: Iterable[Requirement]) -> tuple[list[str], list[str]]:
-    """Returns what is missing, and what has an untested version, each once."""
+    """Returns missing packages and those of untested versions, without duplicates."""
     missing: dict[str, None] = {}
     outside: dict[str, None] = {}
     for wanted in requirements:

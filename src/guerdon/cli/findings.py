@@ -1,4 +1,4 @@
-"""What `guerdon doctor` finds: the result of each check, with what to do, as text or as JSON."""
+"""Findings of `guerdon doctor`: each check's result and remedy, as text or JSON."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Parser(argparse.ArgumentParser):
         return resolved
 
     def error(self, message: str) -> NoReturn:
-        """Exits like every error at startup: says what is wrong and what to do."""
+        """Exits like every error at startup, with the error and its remedy."""
         meant = f"did you mean {self._suggestion}? " if self._suggestion else ""
         flag = "--help" if self._first is None else "--help-all"
         sys.exit(console.fail(message, f"{meant}`{self.prog} {flag}` lists all arguments", Exit.CANNOT_START))

@@ -100,7 +100,7 @@ def _draw_accuracy(axes: Axes, categories: dict[str, Pairs], total: Pairs, num_c
 
 
 def _edges(values: np.ndarray, *, through_zero: bool = False) -> np.ndarray:
-    """Returns the edges of a histogram's bins without outliers, one of them at zero if asked."""
+    """Returns the edges of a histogram's bins without outliers, optionally with one at zero."""
     low, high = np.quantile(values, [_OUTLIERS, 1 - _OUTLIERS])
     if through_zero:
         low, high = min(low, 0.0), max(high, 0.0)

@@ -40,7 +40,7 @@ _KINDS = {
     "loss_mean": ("critic that trains", "guerdon serve-critic", "CriticClient"),
     "logprobs": ("teacher", "guerdon serve-teacher", "TeacherClient"),
 }
-"""By an output: what gives it, the command that serves that, and the client that asks it."""
+"""By an output: the kind of model that has it, its command, and its client."""
 
 _OUTPUTS = ("rewards", "attributes", "values", "sequence_lengths", "step_rewards", "step_counts", "errors")
 
@@ -106,7 +106,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """What one call asks of a model, as functions to and from its tensors.
+    """One call, as functions to and from its tensors.
 
     `build` takes the model's signature and the seconds left, `parse` the reply and the seconds the server waited and
     computed. `cost` is in tokens; without `timeout_s` the policy's applies. `may_repeat` returns, for a server's

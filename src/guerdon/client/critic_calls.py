@@ -83,10 +83,10 @@ class TreeArgs(InferArgs, total=False):
 class BatchArgs(TypedDict, total=False):
     """The keywords of a call that trains or validates, besides its rows.
 
-    Rows may be padded if `lengths` has each T_i. In place of returns and previous values the critic estimates both from
-    `rewards`, one a row or T_i - 1 of them, with its own values by `gae` (default: no discount, λ 1). With `parents`
-    rows are segments of trees, as for `infer`, and have T_i entries of each other array: entry t belongs to the action
-    at token t. A root's first is not read.
+    Rows may be padded if `lengths` has each T_i. With `rewards`, one or T_i - 1 per row, in place of returns and
+    previous values, the critic estimates both by `gae` (default: no discount, λ 1). With `parents` rows are segments of
+    trees, as for `infer`, and have T_i entries of each other array: entry t belongs to the action at token t. A root's
+    first is not read.
     """
 
     rewards: Rewards | None

@@ -34,7 +34,7 @@ class Session:
     """
 
     def __init__(self, addresses: list[Address], policy: RetryPolicy, max_in_flight: int, asks: str = "") -> None:
-        """`asks` is added to an UnknownModel, and says what the client asks.
+        """`asks` is appended to an UnknownModel: the models that this client uses.
 
         Raises ConfigError if the files of an address's credentials cannot be read, GuerdonError for a gRPC address in a
         process that was forked while gRPC was at work.

@@ -60,7 +60,7 @@ class CallFuture(Future[T]):
         return is_cancelled
 
     def wait_for_callbacks(self) -> None:
-        """Blocks until the callbacks have run, but for 5 s at most, and not in one of them."""
+        """Blocks until the callbacks have run, at most 5 s; never within a callback."""
         if threading.current_thread() is not self._caller_back:
             self._has_called_back.wait(_CALLBACKS_S)
 

@@ -1,4 +1,4 @@
-"""The order of a critic's calls: what may go together, what has been seen, and which failures nobody has read."""
+"""The order of a critic's calls: concurrency, the newest step seen, and unread failures."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ _STRICT = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME | o
 def write(value: Any, where: str) -> bytes:
     """Returns the value as JSON; raises InvalidRequest that names the part at fault, which begins with `where`.
 
-    Tuples and arrays become lists, and a missing value, such as NaN or pandas' NA, becomes null. Inside lists and
-    dicts NaN is refused, because a function could not tell it from None.
+    Tuples and arrays become lists, and a missing value, such as NaN or pandas' NA, becomes null. Inside lists and dicts
+    NaN is refused, because a function could not distinguish it from None.
     """
     with contextlib.suppress(TypeError):  # of classes, integers of more than 64 bits, and text that is not valid UTF-8
         if b"null" not in (text := orjson.dumps(value, option=_STRICT)):  # which orjson writes for NaN as well

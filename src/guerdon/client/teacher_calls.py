@@ -50,7 +50,7 @@ class TeacherAnswers:
 
     Sample i has n_i asked tokens. `logprobs` and `entropy`, natural logarithms, are float32 `[n_i]`; `top_ids` int32
     and `top_logprobs` float32 are `[n_i, k]`, best first; `given_logprobs` are float32 `[n_i, K_i]`, 0 at pads;
-    `hidden` is float32 (float16 for a model in float16) `[n_i, H]`. What was not asked for is None.
+    `hidden` is float32 (float16 for a model in float16) `[n_i, H]`. Outputs that were not requested are None.
 
     If a sample failed, its arrays are empty, and `errors[i]` says why; it is None otherwise. `weights_version` names
     the weights; `queue_s` and `compute_s` are the seconds the server spent waiting and computing.

@@ -15,7 +15,7 @@ _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """The matrix behind a teacher's logits, and what else makes them.
+    """A teacher's output head: the matrix, bias, scale and soft cap of its logits.
 
     `weight` `[V,H]` and `bias` `[V]`, None if the head has none, are float32, float16 or uint16 with the bits of
     bfloat16, which numpy lacks. `soft_cap` is None if logits are not capped. `digest` covers all of these;

@@ -28,7 +28,7 @@ class Scorer(Protocol):
     takes_all: bool
 
     def watch(self, tick: Callable[..., None]) -> bool:
-        """Calls `tick`, with any arguments, whenever a layer has run; returns False if it cannot tell."""
+        """Calls `tick`, with any arguments, after each layer; returns False if layers cannot be observed."""
 
     def score(self, sequences: list[Sequence]) -> ListLike[Score | GuerdonError]: ...
 
@@ -93,7 +93,7 @@ class Worker:
         self._tick: Callable[..., None] | None = None
 
     def watch(self, tick: Callable[..., None]) -> None:
-        """Calls `tick` while its models compute, if they can tell."""
+        """Calls `tick` while its models compute, if their layers can be observed."""
         self._tick = tick
         models: list[tuple[str, Scorer | Trainer]] = [*self._scorers.items(), *self._trainers.items()]
         self._ticking = {name for name, model in models if model.watch(tick)}

@@ -13,8 +13,8 @@ class Computing:
     While transformers instantiates a model it changes torch's defaults for all threads, such as the dtype of new
     tensors: a concurrent forward could compute something else.
 
-    Newcomers wait for a waiting builder, with one exception: as long as something long runs, such as a critic's train
-    step, what is short goes on beside it. So loading a model does not make rewards wait for a critic on another device.
+    Writers have priority, with one exception: while a long reader runs, such as a critic's train step, short readers
+    may still enter. So loading a model does not make rewards wait for a critic on another device.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Computing:
 
     @contextlib.contextmanager
     def computing(self, *, is_long: bool = False) -> Iterator[None]:
-        """Waits until nobody builds; nobody does inside the context, which may last seconds if it `is_long`."""
+        """Read lock; held for seconds if it `is_long`."""
         with self._changed:
             while self._num_building and (is_long or not self._num_long):
                 self._changed.wait()
@@ -46,7 +46,7 @@ class Computing:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Waits until nobody else computes or builds; nobody does inside the context, which must be short."""
+        """Write lock; the context must be short."""
         with self._changed:
             while self._num_building:
                 self._changed.wait()

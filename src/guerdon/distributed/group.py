@@ -186,7 +186,7 @@ class Group:
 
 
 def _attempted(work: Callable[[], Any]) -> tuple[BaseException | None, Any]:
-    """Returns what `work` raised, and what it returned."""
+    """Returns the exception of `work`, and its result."""
     try:
         return None, work()
     # SystemExit as well: a user's function must not leave the other ranks waiting.

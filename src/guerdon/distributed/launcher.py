@@ -116,12 +116,12 @@ class _Launch:
         self.signal_number: int | None = None
         self._layout, self._work = layout, work
         self._context = multiprocessing.get_context("forkserver")
-        # Nothing is sent: its end tells the ranks to stop, also if this process was killed.
+        # Nothing is sent: closing it stops the ranks, also if this process was killed.
         self._told, self._telling = self._context.Pipe(duplex=False)
 
     @contextlib.contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Inside, SIGTERM and SIGINT tell the ranks to stop; after the first, and on leaving, they are ignored."""
+        """Within the context SIGTERM and SIGINT stop the ranks; after the first, and on exit, they are ignored."""
         for number in _SIGNALS:
             signal.signal(number, self._stop)
         try:

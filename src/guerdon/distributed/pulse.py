@@ -46,7 +46,7 @@ class Pulse:
         self.on_stop: Callable[[], None] | None = None
         self._ranks = ranks
         self._break_s = min(_BREAK_S, ranks.timeout_s / 10)
-        # Shorter on rank 0, so that it can tell all others who is lost before they miss rank 0 itself.
+        # Shorter on rank 0, so that it can name the lost rank before the others miss rank 0 itself.
         self._patience_s = ranks.timeout_s - (3 if ranks.is_leader else 1) * self._break_s
         self._is_watched = False
         self._wants_stop = False
@@ -111,7 +111,7 @@ class Pulse:
     def verdict(self, error: Exception) -> RanksLost:
         """Returns who is lost after a connection broke with `error`, or the ranks fell out of step.
 
-        Waits a moment until the pulse has seen it and told the others.
+        Waits briefly until the pulse has seen it and notified the others.
         """
         until = time.monotonic() + 2 * self._break_s
         while self.lost is None and time.monotonic() < until:
@@ -284,7 +284,7 @@ class _Connection:
         self._news.set()
 
     def is_past_telling(self, patience_s: float) -> bool:
-        """Whether the rank was told of a loss, or cannot be."""
+        """Whether the rank has been notified of a loss, or is unreachable."""
         is_silent = time.monotonic() - self.heard_at > patience_s
         return self.has_been_told or self.has_left or self.is_broken or is_silent
 
@@ -310,7 +310,7 @@ class _Connection:
 
 
 class _Judge:
-    """Finds the rank that holds up the others, from what all of them report."""
+    """Finds the rank that blocks the others, from all ranks' reports."""
 
     def __init__(self, patience_s: float, break_s: float) -> None:
         self._patience_s, self._break_s = patience_s, break_s

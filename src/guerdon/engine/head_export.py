@@ -31,7 +31,7 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def export_head(model: Any, head: OutputHead, name: str, weights_version: str) -> HeadFile:
-    """Returns the head of the model; raises Unsupported if logits are made in another way than this file can tell."""
+    """Returns the head of the model; raises Unsupported if the logits need more than this file can express."""
     output = model.get_output_embeddings()
     tensors: dict[str, Tensor] = {"weight": output.weight.detach()}
     if getattr(output, "bias", None) is not None:
@@ -58,7 +58,7 @@ def export_head(model: Any, head: OutputHead, name: str, weights_version: str) -
 
 
 def rebuild(hidden: Tensor, tensors: dict[str, Tensor], scale: float, soft_cap: float | None) -> Tensor:
-    """Returns the logits `[N,V]` of hidden states `[N,H]`, as the file tells."""
+    """Returns the logits `[N,V]` of hidden states `[N,H]`."""
     logits = torch.nn.functional.linear(hidden, tensors["weight"], tensors.get("bias")) * scale
     return soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
 

@@ -204,7 +204,7 @@ def _failed(what: str, numbers: np.ndarray) -> SampleFailed:
 class OutputHead:
     """Logits from hidden states by a language model's own code, with its scaling, soft caps, biases and tied weights.
 
-    It runs the model's forward with a stand-in for its trunk that returns the given states, each of `width` numbers.
+    Runs the model's forward with a stub trunk that returns the states, each of `width` numbers.
     """
 
     width = 0

@@ -2,8 +2,8 @@
 
 **Memory.** A forward allocates and frees the same large blocks in every layer. By default glibc returns blocks of more
 than 32 MiB to the kernel when they are freed, and in any thread but the main one maps each block that exceeds a heap of
-64 MiB: allocated again, each page costs a page fault and is zeroed. What malloc keeps grows until each size of batch
-has found its place; it is returned when a model is unloaded or memory seems short (`computing.release`).
+64 MiB: allocated again, each page costs a page fault and is zeroed. malloc's cache grows until it fits every batch
+size; it is released when a model is unloaded or memory is short (`computing.release`).
 
 **Threads.** Each Python thread that computes has its own pool of OpenMP threads. Between two operators the threads of a
 pool spin for a while before they sleep. If there are more threads than cores, idle pools included, libgomp puts all of

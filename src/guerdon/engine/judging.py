@@ -32,10 +32,10 @@ def build_judge(config: JudgeConfig, ranks: Ranks) -> JudgeEngine:
 
 
 class JudgeEngine:
-    """Renders and tokenises what the model is asked, and answers as a teacher does.
+    """Renders and tokenises questions, and scores their labels as a teacher does.
 
-    A question is the rendered template with the first label behind it, so that every sample shows whether a label is a
-    token of its own there; the log-probs asked for are those of `labels` in that label's place.
+    A question is the rendered template followed by the first label, so that every sample shows whether the label is a
+    separate token there; log-probs are requested for `labels` in that label's place.
     """
 
     takes_all = False

@@ -45,7 +45,7 @@ def check_variables(text: TextEncoder, rubric: Rubric) -> None:
 def find_label_tokens(text: TextEncoder, rubric: Rubric, vocab_size: int) -> LabelTokens:
     """Returns the tokens of the labels, below `vocab_size`.
 
-    Raises ConfigError unless each label is one token of its own behind every criterion, and changes no token before it.
+    Raises ConfigError unless each label is one separate token after every criterion, and changes no token before it.
     """
     ids = _find_ids(text, rubric)
     if rubric.spellings == "exact":

@@ -34,7 +34,7 @@ class Trial:
 
 
 class Adviser:
-    """Says what a model would answer in place of a label, and what to do about it."""
+    """Describes a model's likeliest answers outside the labels, and the remedy."""
 
     def __init__(self, text: TextEncoder, rubric: Rubric) -> None:
         self._text, self._labels, template = text, rubric.labels, text.chat_template

@@ -185,7 +185,7 @@ class _Comparison:
 
 
 class _Probe:
-    """A few sequences, and what the plain forward computes for each of them alone."""
+    """A few sequences, with the plain forward's results for each alone."""
 
     def __init__(
         self, forward: Forward, rows: list[np.ndarray], gradients: bool, *, cuts_windows: bool = False

@@ -120,7 +120,7 @@ class TeacherEngine(LanguageEngine):
         free_weights(self._model)
 
     def _read(self, states: HiddenStates, form: _Form, asked: list[_Asked]) -> _Part:
-        """Returns what the sequences asked about one micro-batch's states, still on the device."""
+        """Returns the sequences' answers from one micro-batch's states, still on the device."""
         at, state_of = np.unique(np.concatenate([one.at for one in asked]), return_inverse=True)
         hidden = states.hidden[self.to_device(at)]
         part = _Part(form, asked, state_of)
@@ -177,7 +177,7 @@ class _Form:
 
 @dataclass(slots=True)
 class _Asked:
-    """What one sequence asks about one micro-batch: indices of the states that it reads, and the tokens they predict.
+    """One sequence's query of one micro-batch: indices of the states that it reads, and the tokens they predict.
 
     `at` and `targets` are int64 `[N]`, and `given` is int64 `[N,G]`; behind the last token the target means nothing.
     """
@@ -202,7 +202,7 @@ class _Askers:
         self.slots_as_sent = {slot for slot, query in asked if not query.ends_in_placeholder}
 
     def of(self, states: HiddenStates) -> list[tuple[_Form, list[_Asked]]]:
-        """Returns those whose rows are in the micro-batch, by what they ask."""
+        """Returns the queries whose rows are in the micro-batch, by kind."""
         found: dict[_Form, list[_Asked]] = {}
         for i, slot in enumerate(states.rows):
             at = states.gather(i)

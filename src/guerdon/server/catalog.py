@@ -1,4 +1,4 @@
-"""What a server has under which name: models, loaded or not, sums of them, and a critic's operations."""
+"""A server's models by name, loaded or not, sums of them, and a critic's operations."""
 
 from __future__ import annotations
 

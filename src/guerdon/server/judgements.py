@@ -32,7 +32,7 @@ _INLINE_QUESTIONS = 512
 
 
 def read(judge: Asked, request: ScoreRequest, numbers: Iterable[int]) -> list[Sample | InvalidRequest]:
-    """Returns what the judge reads of each of these samples, or what is wrong with it."""
+    """Returns each sample's fields for the judge, or its error."""
     made: list[Sample | InvalidRequest] = []
     for i in numbers:
         try:
@@ -48,7 +48,7 @@ def words(judge: Asked, request: ScoreRequest, numbers: Iterable[int]) -> list[s
 
 
 def make_plan(judge: Judge, request: ScoreRequest, samples: list[Sample | InvalidRequest]) -> Plan:
-    """Returns what the judge is asked about the request's samples; raises InvalidRequest if it cannot be."""
+    """Returns the judge's questions about the request's samples; raises InvalidRequest."""
     compare, name = judge.rubric.compare, judge.info.name
     if isinstance(request, GroupRequest) and (compare is None or compare.schedule == "reference"):
         how = "judges each response alone" if compare is None else "compares each response with its reference"

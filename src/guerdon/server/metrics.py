@@ -246,7 +246,7 @@ class Metrics:
 
 
 class _Calls(dict[tuple[str, tuple[str, ...]], Callable[[float], None]]):
-    """What counts, by a metric's name and labels; kept, as to look for it takes as long as to count."""
+    """Cached recorders by a metric's name and labels: a lookup would take as long as the recording."""
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         self._metrics = metrics
@@ -258,7 +258,7 @@ class _Calls(dict[tuple[str, tuple[str, ...]], Callable[[float], None]]):
 
 
 def _outcome(kind: type[BaseException] | None) -> str:
-    """What a request is counted as that ended with an error of this class, or well."""
+    """Returns the outcome label of a request that ended with this error class, or None."""
     if kind is None:
         return "ok"
     if issubclass(kind, GuerdonError):
@@ -267,7 +267,7 @@ def _outcome(kind: type[BaseException] | None) -> str:
 
 
 class _WithoutCreated:
-    """What a registry has, less the times at which each series began: they double what is read, and tell nothing."""
+    """A registry without the `_created` series, which would double the output."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

@@ -76,7 +76,7 @@ class Repository:
     ) -> None:
         """`root` is the folder of the checkpoints that may be loaded; None: each model only from where it came.
 
-        `limits` gives what a batch of a model may hold. Unless `is_alone`, all ranks load between two batches, and
+        `limits` returns the limits of a model's batch. Unless `is_alone`, all ranks load between two batches, and
         nothing is scored meanwhile; a single process loads on a thread of its own.
         """
         self._catalog, self._loops, self._group = catalog, loops, group

@@ -84,7 +84,7 @@ class Reader(Workers):
     async def read(
         self, entry: Entry, request: ScoreRequest, client: str
     ) -> tuple[Served, list[Sequence], list[InvalidRequest | None], Plan | None]:
-        """Returns what serves when this returns, the samples' sequences, and what is wrong with each, if anything.
+        """Returns the current scorer, the samples' sequences, and each sample's error, if any.
 
         A judge's sequences are the questions of its plan, which comes last. Raises InvalidRequest if the model cannot
         read such samples, Unavailable if it is unloaded.
@@ -211,7 +211,7 @@ class Reader(Workers):
             splits = find_splits(request, served.info, encoder)
             if splits is None:
                 return await self._finish(encoder.encode_in_steps(texts, added, cut, most, is_whole=whole), client)
-            # To a model that reads pairs special tokens are what tells them apart.
+            # A model that reads pairs distinguishes them by special tokens.
             template = served.info.reads_pairs if request.add_special_tokens is None else added
             pairs = {i: (texts[i][:at], texts[i][at:]) for i, at in enumerate(splits) if isinstance(at, int)}
             singles = {i: texts[i] for i, at in enumerate(splits) if at is None}
@@ -308,7 +308,7 @@ class Reader(Workers):
     async def _read_parts(
         self, served: Served, request: NextTokenRequest, client: str
     ) -> tuple[list[Sequence], list[InvalidRequest | None]]:
-        """Returns each sample with what all share, tokenised apart, and what is wrong with it, if anything."""
+        """Returns each sample with the shared part, tokenised separately, and its error, if any."""
         info, encoder = served.info, served.text if isinstance(served, Judge) else served.encoder
 
         async def encode(texts: list[str], is_special: bool) -> ListLike[np.ndarray | InvalidRequest]:
@@ -392,7 +392,7 @@ def check(served: Served, request: ScoreRequest) -> None:
 
 
 def changed_seam(prompt: np.ndarray, joined: np.ndarray) -> InvalidRequest | None:
-    """Returns an error if the prompt's tokens are others with the response behind it: nobody could tell them apart."""
+    """Returns an error if the prompt's tokens change with the response appended: the boundary would be ambiguous."""
     same = common_prefix(prompt, joined)
     if same == len(prompt):
         return None

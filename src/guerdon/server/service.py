@@ -34,7 +34,7 @@ _BYTES_A_TOKEN = 8
 class Service:
     """Scores samples by every served model, and passes a critic's operations on.
 
-    Its methods belong to one asyncio loop, but for those that say otherwise.
+    Its methods belong to one asyncio loop, unless they say otherwise.
     """
 
     def __init__(

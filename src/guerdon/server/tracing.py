@@ -264,7 +264,7 @@ class Part:
         self._queued_ns = time.time_ns()
 
     def end(self, taken: float, num_sequences: int, num_tokens: int) -> None:
-        """Ends the wait; `taken` is the monotonic time when its last sequence was taken up, 0.0 if never."""
+        """Ends the wait; `taken` is the monotonic time when its last sequence started, 0.0 if never."""
         self.request.accepted(num_tokens)
         waited_ns = max(_wall_ns(taken) if taken else time.time_ns(), self._queued_ns)
         self.request.child("queue", self._queued_ns, waited_ns, sequences=num_sequences, **self._model)

@@ -1,4 +1,4 @@
-"""What truncation cuts off samples that are too long, and what it must leave of them."""
+"""Truncation of samples that are too long, and the part that must remain."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ KEYS_VARIABLE = "GUERDON_API_KEYS"
 
 
 class Role(IntEnum):
-    """What a key permits; each role includes those before it."""
+    """A key's permissions; each role includes the roles before it."""
 
     SCORE = 1
     """Score, and read metadata and metrics."""

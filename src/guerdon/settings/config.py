@@ -240,7 +240,7 @@ LoadedModelConfig = ModelConfig | TeacherConfig | JudgeConfig
 """The settings of a model that the server itself computes."""
 
 ServedModelConfig = LoadedModelConfig | ChatJudgeConfig
-"""The settings of one model of a server, told apart by their `kind`."""
+"""The settings of one model of a server, distinguished by `kind`."""
 
 
 @dataclass

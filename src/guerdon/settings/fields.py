@@ -1,4 +1,4 @@
-"""What a setting is: a dataclass field with a help text, the bounds of its values, and how YAML gives it one."""
+"""A setting: a dataclass field with a help text and bounds, read from YAML or a flag."""
 
 from __future__ import annotations
 

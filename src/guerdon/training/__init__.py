@@ -1,1 +1,1 @@
-"""A model with an optimiser: how a critic learns, what is written of it, and what is restored."""
+"""A model with an optimiser: training, saving and restoring."""

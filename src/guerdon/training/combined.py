@@ -192,7 +192,7 @@ class CriticWithReward:
             raise _SwapFailed(first)
 
     def _tell_swapping_ranks(self, what: T) -> list[T]:
-        """Collective over the ranks that swap together; returns what each of them passed."""
+        """Collective over the ranks that swap together; returns every rank's argument."""
         if self._ranks.in_step:
             return self._ranks.tell_all(what)
         if self._ranks.tensor_size == 1:

@@ -400,9 +400,9 @@ class CriticTrainer:
 class GlobalBatch:
     """The rows of one optimiser step that have a masked token.
 
-    `rows` are int64 `[T_i]`, cut behind the action of the last masked token: a causal model never reads what follows.
-    `targets` are float32 `[3, T_i]`: prev_values, returns and mask of these tokens, 0 for that action. `sum_mask` is
-    the mask's sum over all of them, `num_tokens` the number of tokens with a mask above 0.
+    `rows` are int64 `[T_i]`, cut after the action of the last masked token: a causal model does not depend on later
+    tokens. `targets` are float32 `[3, T_i]`: prev_values, returns and mask of these tokens, 0 for that action.
+    `sum_mask` is the mask's sum over all of them, `num_tokens` the number of tokens with a mask above 0.
     """
 
     rows: list[np.ndarray]

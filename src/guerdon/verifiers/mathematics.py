@@ -79,7 +79,7 @@ def _exact(value: Any) -> Any:
 
 
 def _extra_decimals(*values: Any) -> int:
-    """Returns how many decimals beside math-verify's six tell small numbers apart by five digits."""
+    """Returns the number of decimals, beyond math-verify's six, that give small numbers five significant digits."""
     smallest = 1.0
     for number in itertools.chain.from_iterable(map(_numbers, values)):
         with contextlib.suppress(TypeError, OverflowError):  # a percentage, or nan

@@ -33,7 +33,7 @@ _SCALED = re.compile(
     rf"({'|'.join(_SCALES)})s?\b",
     re.IGNORECASE,
 )
-"""Matches a number, what stands between, and a word that multiplies it."""
+"""Matches a number, a separator, and a word that multiplies it."""
 
 
 def _mixed(found: re.Match[str]) -> str:

@@ -24,14 +24,14 @@ _MAX_OUTPUT_BYTES = 1_048_576
 
 
 class Case(msgspec.Struct, forbid_unknown_fields=True):
-    """One test of a whole program: what it reads from stdin, and what it has to write to stdout."""
+    """One test of a whole program: its stdin, and its expected stdout."""
 
     stdin: str
     stdout: str
 
 
 class Tests(msgspec.Struct, forbid_unknown_fields=True):
-    """A label: cases, or assertions about what the program defines; `seconds` are for all of them together."""
+    """A label: cases, or assertions about the program's definitions; `seconds` limits all of them together."""
 
     cases: list[Case] = []
     asserts: list[str] = []

@@ -1,4 +1,4 @@
-"""Finds what counts in a response: the answer behind its thinking, and the code blocks of the answer's Markdown."""
+"""Extracts from a response the answer after its thinking, and the code blocks of its Markdown."""
 
 from __future__ import annotations
 

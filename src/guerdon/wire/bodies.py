@@ -86,8 +86,8 @@ class Written:
 def read(body: Octets, kind: type[T], what: str = "the body") -> T:
     """Returns the JSON as a value of the type `kind`, such as a msgspec struct.
 
-    Raises InvalidRequest, which names the key and index at fault, what stands there, and what to send. Never holds the
-    interpreter for long, and so belongs into a thread if the body is long.
+    Raises InvalidRequest, which names the invalid key and index, the value's type, and the expected ones. Never holds
+    the interpreter for long, and so belongs into a thread if the body is long.
     """
     if is_long := len(body) > long_json.PIECE:
         check_values([body], what)
@@ -129,7 +129,7 @@ def write(value: Any) -> bytes:
 
 
 def write_in_pieces(value: Any) -> Iterator[bytes]:
-    """Yields what `write` returns, about BLOCK bytes at once, which are made when they are asked for."""
+    """Yields the output of `write` lazily, in blocks of about BLOCK bytes."""
     found: list[Written] = []
 
     def hook(inner: Any) -> msgspec.Raw:
@@ -300,7 +300,7 @@ def _inside(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
 
 
 def _numpy(value: Any) -> msgspec.Raw:
-    """Writes numpy's numbers as orjson does: float32 in the fewest digits that tell it from its neighbours."""
+    """Writes numpy's numbers as orjson does: float32 in the shortest form that round-trips."""
     return msgspec.Raw(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
 
 

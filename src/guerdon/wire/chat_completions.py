@@ -1,4 +1,4 @@
-"""OpenAI's chat completions as a judge is asked by them: the request's body, and what is read of the answer."""
+"""OpenAI's chat completions for a judge: the request's body, and the parsed fields of the answer."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _WHOLE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
     rb"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?=[^\\]|\\[^u]|\\u[^dD]|\\u[dD][^c-fC-F])))*+"
 )
-"""The part of a string that ends behind an escape sequence, and behind the second one of a pair of surrogates."""
+"""A part of a string that ends after an escape sequence, or after the second one of a surrogate pair."""
 
 _SPECIAL = (b'"', b"[", b"]", b"{", b"}")
 _STEPS = np.zeros(256, np.int8)

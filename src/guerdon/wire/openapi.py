@@ -318,7 +318,7 @@ def _described(text: str, status: int = 200) -> dict[str, Any]:
 
 
 def _inferred() -> dict[str, Any]:
-    """A reply in JSON, or in binary tensors behind their JSON, whose length the header tells."""
+    """A reply in JSON, or in binary tensors after their JSON, whose length is in the header."""
     content = _content(_JSON, kserve.ReplyBody) | _content(_BINARY, _BYTES)
     length = {"inference-header-content-length": _header("bytes of JSON before the binary tensors")}
     return {"200": _answer("the tensors", _TIMES | length, content)}

@@ -1,4 +1,4 @@
-"""What a teacher is asked, and what it says, as tensors: the inputs, parameters and outputs that only teachers have.
+"""A teacher's queries and answers as tensors: inputs, parameters and outputs that only teachers have.
 
 Legend: B samples, W asked tokens of the sample with the most, K likeliest ids, G given ids, N asked tokens of all
 samples, H hidden size.
@@ -61,7 +61,7 @@ def more_outputs(info: ModelInfo) -> tuple[tuple[str, str, tuple[int, ...]], ...
 
 
 def to_queries(request: InferRequest, num_rows: int) -> list[LogprobQuery]:
-    """Returns what the request asks about each of its samples; raises InvalidRequest if it contradicts itself.
+    """Returns each sample's query; raises InvalidRequest for contradictions.
 
     `reading` checks numbers against the model and the samples.
     """

@@ -234,7 +234,7 @@ class ReinforceActor:
         self.trainer.save(Path(folder))
 
     def load(self, folder: Path | str) -> None:
-        """Loads what `save` saved, and goes on bitwise; the reference stays the policy that was loaded first."""
+        """Restores a `save`, bit for bit; the reference remains the policy as first loaded."""
         self.trainer.load(Path(folder))
         self._num_inferred = 0
 

@@ -138,7 +138,7 @@ class RemoteGPTRMClient(Remote):
 
 
 class RemoteGPTRMCriticClient(Remote):
-    """Asks a critic's server for values, has it train and save, and asks it or another one for rewards."""
+    """Client of a critic's server (values, training, saving), and of the same or another server for rewards."""
 
     def __init__(self, cfg: Any) -> None:
         """Raises ConfigError for a `cfg` that lacks a setting; connects at the first call."""

@@ -2,8 +2,8 @@
 
 Legend: H query heads, K key/value heads, T packed tokens, D head size.
 
-This is the reference for the other forms, and computes what none of them can. On a GPU PyTorch's fused kernels accept a
-mask only if each query head has keys of its own; without these kernels all [H,queries,keys] logits are in memory.
+The reference for the other forms, and the fallback for all masks. On a GPU PyTorch's fused kernels accept a mask only
+if each query head has keys of its own; without these kernels all [H,queries,keys] logits are in memory.
 """
 
 from __future__ import annotations

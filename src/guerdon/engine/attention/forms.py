@@ -84,7 +84,7 @@ def need_of(
     sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Need:
-    """Returns what a layer needs for this batch with these tensors, whose shapes are those of `Compute`."""
+    """Returns a layer's needs for this batch, with tensors of `Compute`'s shapes."""
     sharing: tuple[bool, bool] | None = batch.cache.get(("sharing", reach))
     if sharing is None:
         furthest = reach[0] if reach is not None and reach[0] >= 0 and reach[1] == 0 else batch.max_length

@@ -21,8 +21,8 @@ from guerdon.errors import CheckpointError
 def convert_gguf(file: GgufFile, folder: Path, dtype: str = "float32") -> None:
     """Writes the file's model and tokenizer to `folder`, whole or not at all.
 
-    Quantised weights become what their blocks stand for, in `dtype`: the quantisation's rounding stays in them. Raises
-    CheckpointError if the folder holds files or transformers cannot read the model, StorageFailed if the disk is full.
+    Dequantises weights to `dtype`; the quantisation's rounding remains. Raises CheckpointError if the folder holds
+    files or transformers cannot read the model, StorageFailed if the disk is full.
     """
     _check_new(folder)
     model, tokenizer = load_gguf(file, dtype)

@@ -27,7 +27,7 @@ _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapp
 
 @dataclass(frozen=True)
 class Layout:
-    """Files that are no whole weights of transformers: what they are, how to find them, and what to do.
+    """Files that transformers cannot load: patterns, descriptions and remedies.
 
     `patterns` are globs in the given folder. `{found}` in `what` and `remedy` is the file or folder that matched,
     `{inside}` the folder that holds it.

@@ -67,8 +67,8 @@ def load_policy(
 ) -> LoadedPolicy:
     """Collective; loads the checkpoint `config.model` onto `device` (default: the ranks', else the config's).
 
-    `moment_bytes` is what an optimiser keeps for each weight, if all of them will be trained; memory must have room for
-    a frozen copy, too, then. Pass `ranks.frozen()` for a model that FSDP must not shard.
+    `moment_bytes` is the optimiser state per weight, if all of them will be trained; memory must then have room for a
+    frozen copy, too. Pass `ranks.frozen()` for a model that FSDP must not shard.
 
     Raises CheckpointError if the checkpoint is missing, incomplete, too large or no causal language model.
     """

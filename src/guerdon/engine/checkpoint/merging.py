@@ -30,7 +30,7 @@ from guerdon.engine.checkpoint.weights import build_model, list_names
 from guerdon.errors import CheckpointError, install_command
 
 PREFIX = "base_model.model."
-"""What peft's names start with: its own module, then the model."""
+"""Prefix of peft's tensor names: its module, then the model."""
 TOLERANCE = 1e-3
 """Largest accepted difference between the merged and the unmerged model, relative to the outputs' root mean square."""
 CLASSIFIERS = ("score", "classifier")
@@ -275,7 +275,7 @@ def _resize_embeddings(model: Any, shapes: dict[str, tuple[int, ...]]) -> bool:
 
 
 def _merge_by_peft(checkpoint: StoredCheckpoint, model: Any, config: Any, *, is_resized: bool = False) -> Any:
-    """Returns the model with the adapter's weights merged into its own; none of them may be NaN if `is_resized`."""
+    """Returns the model with the adapter merged; no weight may be NaN if `is_resized`."""
     from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
     from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
 

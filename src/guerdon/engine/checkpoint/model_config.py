@@ -89,8 +89,8 @@ def _find_quantised(settings: dict[str, Any]) -> str:
 
 
 def _is_other_encoder(config: Any, architecture: str) -> bool:
-    # Encoder families also have a causal class; only for these does `is_decoder` tell which one is meant. Their
-    # sequence classifiers read the first token through layers of their own, whatever the config says.
+    # Encoder families also have a causal class; only for these `is_decoder` distinguishes them. Their sequence
+    # classifiers read the first token through layers of their own, whatever the config says.
     is_one = architecture.endswith("ForSequenceClassification") or not getattr(config, "is_decoder", False)
     return type(config) in MODEL_FOR_MASKED_LM_MAPPING and is_one
 

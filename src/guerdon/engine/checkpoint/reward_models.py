@@ -60,8 +60,8 @@ def load_reward_model(
 ) -> LoadedModel:
     """Collective; loads the checkpoint `config.model` onto `device` (default: the ranks', else the config's).
 
-    `moment_bytes` is what an optimiser keeps for each weight, if all of them will be trained. FSDP shards only a model
-    that `trains`.
+    `moment_bytes` is the optimiser state per weight, if all of them will be trained. FSDP shards only a model that
+    `trains`.
 
     Raises CheckpointError if the checkpoint is missing, incomplete, too large or no reward model, and ConfigError if a
     setting does not fit it.

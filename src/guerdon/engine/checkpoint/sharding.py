@@ -70,7 +70,7 @@ def named_as(model_class: Any, made: Any) -> Any:
 
 
 class RankLoading:
-    """Compares what the ranks load, so that all of them load the same model."""
+    """Checks that all ranks load the same model."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks

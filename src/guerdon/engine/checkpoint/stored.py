@@ -286,7 +286,7 @@ def open_checkpoint(
 
 
 _NOT_DIGESTED = ("base_model_name_or_path", "revision", "inference_mode")
-"""Settings of an adapter that do not change what it computes with a given base model."""
+"""Settings of an adapter that do not change its output for the same base model."""
 
 
 def _open_adapter(folder: Path, base: str | None, above: tuple[Path, ...]) -> StoredCheckpoint:

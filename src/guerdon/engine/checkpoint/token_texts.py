@@ -33,7 +33,7 @@ class TokenTexts:
     def of(self, ids: np.ndarray, places: np.ndarray, tokens: np.ndarray) -> list[str]:
         """Returns the text of each id if it stood at its place among the sequence's `tokens`.
 
-        The sequence's first token is no context of others: vLLM tells nothing about it.
+        The sequence's first token is no context of others: vLLM reports nothing for it.
         """
         unique, which = np.unique(ids, return_inverse=True)
         alone = [self._text(i) for i in unique.tolist()]
@@ -58,7 +58,7 @@ class TokenTexts:
         return " " * (num_spaces - (len(text) - len(text.lstrip(" ")))) + text
 
     def _completed(self, before: list[int], token: int) -> str:
-        """Returns the text that the token completes behind those before it, empty if its character stays open."""
+        """Returns the text that the token completes after its predecessors, empty if its character stays open."""
         if not any(self._text(i).endswith(UNFINISHED) for i in before):
             return ""
         for start in range(len(before) - 1, -1, -1):

@@ -40,7 +40,7 @@ INCOMPLETE = "the checkpoint is incomplete, and weights are never made up: save 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A reward model taken apart: the trunk in its dtype, the head's module in float32, and what its outputs mean.
+    """The parts of a reward model: the trunk in its dtype, the head in float32, and the meaning of its outputs.
 
     `pooling` is the rule of the library that saved the checkpoint.
     """

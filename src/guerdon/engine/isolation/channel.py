@@ -26,7 +26,7 @@ STAYS, LEAVES = b"+", b"-"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one sample may use; with `memory_bytes` beyond what the imported function holds."""
+    """Limits of one sample; `memory_bytes` is in addition to the imported function's."""
 
     deadline_s: float
     cpu_s: float
@@ -63,8 +63,8 @@ class Answer(msgspec.Struct):
 class Report(msgspec.Struct):
     """What a keeper says of a sample: the child's answer, still as text, or how the child ended.
 
-    `reason` is a word for the metrics, and `text` says it in full. `printed` is the beginning of what the sample wrote
-    to stdout and stderr, `num_left` the number of processes that it left behind.
+    `reason` is a word for the metrics, and `text` says it in full. `printed` is the beginning of the sample's stdout
+    and stderr, `num_left` the number of leftover processes.
     """
 
     answer: str = ""
@@ -113,7 +113,7 @@ def encode(message: Any) -> bytes:
 
 
 def decode_import(body: bytes) -> Import:
-    """Returns what the server asks of a template."""
+    """Returns the server's request to a template."""
     return msgspec.json.decode(body, type=Import)
 
 

@@ -56,7 +56,7 @@ _SETTINGS = {
     "memory": "sample_memory_mb",
     "processes": "sample_processes",
 }
-"""The setting behind each limit, by the reason that it gives."""
+"""The setting of each limit, by reason."""
 _PATIENCE_S = 5.0
 """How much later than its deadline and the end of its child a keeper may answer."""
 _LOOK_S = 0.5

@@ -21,7 +21,7 @@ _PAUSE_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What processes use: their number, bytes of memory of their own, seconds of CPU time."""
+    """Resource usage of processes: number, private memory in bytes, CPU seconds."""
 
     num_processes: int
     memory_bytes: int

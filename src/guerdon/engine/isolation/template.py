@@ -107,7 +107,7 @@ class _Template:
             os._exit(Exit.DONE)
 
     def _end_strays(self) -> None:
-        """Ends what a keeper that was killed left behind: orphans, which this process has adopted."""
+        """Kills the orphans of a killed keeper, which this process has adopted."""
         process_tree.reap_all()
         strays = [pid for pid in process_tree.children(os.getpid()) if pid not in self._keepers]
         while strays:

@@ -1,4 +1,4 @@
-"""Attention over a packed batch in one call of our own kernel, on CPUs; `attention.cpp` tells how.
+"""Attention over a packed batch in one call of our own kernel, on CPUs; see `attention.cpp`.
 
 Legend: H query heads, K key/value heads, T packed tokens, D head size, E value size.
 

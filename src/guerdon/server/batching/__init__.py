@@ -1,1 +1,1 @@
-"""What is computed next, and what became of it: the queue, the thread that empties it, and whose turn it is."""
+"""Scheduling: the queue, the threads that compute, and fairness between clients."""

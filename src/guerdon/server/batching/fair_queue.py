@@ -1,8 +1,8 @@
 """Which client's request is next. Pure: no clock, no thread.
 
 Clients that have something waiting get equal parts of the computed tokens, by start-time fair queueing (Goyal, Vin and
-Cheng, 1996). Next is the client that was charged least. One that had nothing waiting starts where the others are now:
-it neither pays for what it used alone nor saves up what it did not use. Priority orders a client's own requests only;
+Cheng, 1996). Next is the client that was charged least. A client with an empty queue joins at the others' virtual time:
+idle time earns no credit, and use without competition costs nothing. Priority orders a client's own requests only;
 otherwise whoever asks for the highest would get everything.
 
 A client's requests are served in the order of arrival. After half a budget, if the first request has time left, another

@@ -2,9 +2,9 @@
 
 Loops share only what is thread-safe. The worker has each model for one loop alone. Metrics, traces and PyTorch's caches
 of pinned memory and compiled kernels lock. Every batch wakes the asyncio loop by `call_soon_threadsafe`. Each loop has
-queues, budgets and rechecks of its own. Nothing that is served draws random numbers. What a forward reads besides its
-model, such as the batch for attention, is in context variables, of which every thread has its own. Building a model
-excludes all loops at once (`distributed/computing.py`).
+queues, budgets and rechecks of its own. Nothing that is served draws random numbers. A forward's other inputs, such as
+the batch for attention, are context variables, separate in every thread. Building a model excludes all loops at once
+(`distributed/computing.py`).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Loops:
             loop.fail_waiting(loss)
 
     def fail(self, loss: RanksLost) -> None:
-        """Fails from another thread what waits at once, and what runs unless it soon ends by itself."""
+        """Fails waiting jobs at once, and running ones unless they end soon; called from another thread."""
         self.fail_waiting(loss)
         ends = time.monotonic() + _BREAKS_S
         for loop in self._all:

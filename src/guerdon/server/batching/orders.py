@@ -88,7 +88,7 @@ class Order:
 class HeldBack:
     """The orders that wait for one model, and the jobs behind them. Not thread-safe: its owner holds a lock.
 
-    Jobs before the first order are the scheduler's; `put(job)` gives it those that no order holds back any more.
+    Jobs before the first order are the scheduler's; `put(job)` releases jobs that no order holds back any more.
     Everything here counts in `room`, an order as at least one sequence.
     """
 

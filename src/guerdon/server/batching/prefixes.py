@@ -53,8 +53,8 @@ class PrefixGroups:
     def members(self, job: Job, budget: int) -> list[tuple[Job, int, int]]:
         """Returns the group of the job's next sequence, the job's own first, with the tokens each adds to a batch.
 
-        At most half a budget of a shared prefix counts, so that a long prompt keeps its responses together. Ends behind
-        the first member beyond what a whole group may have, because all of a queue may begin alike.
+        At most half a budget of a shared prefix counts, so that a long prompt keeps its responses together. Ends after
+        the first member beyond a group's limit, because a whole queue may share a prefix.
         """
         first = job.sequences[job.waiting[0]]
         if not self._is_on:

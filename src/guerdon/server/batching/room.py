@@ -64,7 +64,7 @@ class Pace:
 class Room:
     """Counts the sequences and tokens that wait, and bounds them; each of `clients` has a part of its own.
 
-    `pace` tells refused clients when to retry.
+    `pace` gives refused clients a Retry-After.
     """
 
     def __init__(self, max_sequences: int, max_tokens: int, clients: Collection[str] = ()) -> None:

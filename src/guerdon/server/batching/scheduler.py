@@ -31,7 +31,7 @@ fixed cost of a batch is less than that: a feed-forward in parts of 1,024 tokens
 class Scheduler:
     """The queue of one model; each of `clients` has a part of its room. Not thread-safe: its owner holds a lock.
 
-    `num_sequences` wait for a batch; `room` also counts the orders, and what is held back behind them.
+    `num_sequences` wait for a batch; `room` also counts orders and the jobs behind them.
     """
 
     def __init__(self, limits: Limits, clients: Collection[str] = ()) -> None:
@@ -61,19 +61,19 @@ class Scheduler:
         self._put(job)
 
     def check_coming(self, num_tokens: int, seconds_left: float, client: str) -> None:
-        """Raises Overloaded if about so many tokens would be late; of them as much is shared as of what waits."""
+        """Raises Overloaded if about so many tokens would be late; assumes the queue's share of shared tokens."""
         if not self.orders and self.num_sequences:
             cost = num_tokens * self._cost // max(1, self.room.tokens.taken)
             self._check_time(Job([], client=client, cost_left=cost), seconds_left)
 
     def price(self, job: Job) -> None:
-        """Estimates what the job costs; `add` does it, too, but for many sequences it takes long. Thread-safe."""
+        """Estimates the job's cost, ahead of `add`, because it takes long for many sequences. Thread-safe."""
         job.priced_by = prefixes = self._prefixes
         prefixes.price(job)
         job.cost_left = sum(cost for cost, is_queued in zip(job.costs, job.queued, strict=True) if is_queued)
 
     def cancel(self, job: Job) -> None:
-        """Drops what of the job has not been taken yet; what runs now finishes unread."""
+        """Drops the job's waiting sequences; running ones finish unread."""
         job.cancelled = True
         if self.orders.drop(job):
             return
@@ -136,7 +136,7 @@ class Scheduler:
     def take(self, now: float, *, hurry: bool = False) -> Batch | Order | None:
         """Returns the next batch or order at time `now`, or None if there is none yet; `hurry` skips `max_delay_s`.
 
-        What was taken must be done before the next is taken. Raises MemoryError if memory runs out; then the next call
+        The batch must be done before the next one is taken. Raises MemoryError if memory runs out; then the next call
         continues, and no sequence is lost.
         """
         if not self._batch.entries and not self.num_sequences:

@@ -1,4 +1,4 @@
-"""What several clients draw on, so that none of them can take it all: amounts, and turns."""
+"""Fair sharing between clients: quotas and turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Shares:
     """A bounded amount that clients, named by strings, take from and give back to. Pure: no clock, no thread.
 
     Half of it is common; the other half is reserved in equal parts (`own` each), one for each of the `clients`. With
-    fewer than two of them all of it is common. `taken` is what all clients hold together.
+    fewer than two of them all of it is common. `taken` is the total that all clients hold.
     """
 
     def __init__(self, total: int, clients: Collection[str] = ()) -> None:
@@ -50,11 +50,11 @@ class Shares:
         self.take(client, -amount)
 
     def most(self, client: str) -> int:
-        """Returns what the client could hold if nobody else held anything."""
+        """Returns the client's maximum without competitors."""
         return self._common + (self.own if client in self._clients else 0)
 
     def held(self, client: str) -> int:
-        """Returns what the client holds; without reserved parts, what all clients hold."""
+        """Returns the client's holding; without reserved parts, all clients'."""
         return self._held.get(client, 0) if self._clients else self.taken
 
     def _from_common(self, client: str, amount: int) -> int:

@@ -1,1 +1,1 @@
-"""Judges in words: asks other servers over chat completions, keeps what they answered, reads numbers from it."""
+"""Judges in words: chat completions of other servers, a cache of answers, and their parsing."""

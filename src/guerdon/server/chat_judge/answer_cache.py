@@ -1,7 +1,7 @@
 """What judges answered, by content: on the disk before it is used, so that no question is paid for twice.
 
 The file has one line of JSON for each answer, behind a checksum. A crash may leave the last lines torn: the next start
-drops them, and nothing else of them was used. A damaged line between good ones is told, and its question asked again.
+drops them, and nothing else of them was used. A damaged line between good ones is logged, and its question repeated.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Spent:
 class Flight:
     """A question that is being asked, for `num_waiting` samples.
 
-    While it `is_calling`, it goes on even if nobody waits any more: the answer is paid for, and kept.
+    A call in progress (`is_calling`) completes even without waiters: the answer is paid for, and cached.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class AnswerCache:
         return read[2]
 
     def _read_all(self) -> int:
-        """Indexes the file; returns where its last good line ends, and cuts off what is behind."""
+        """Indexes the file, truncates it after its last good line, and returns that line's end."""
         at = end = num_damaged = num_bad = 0
         with open(self._path, "rb") as file:
             for line in file:

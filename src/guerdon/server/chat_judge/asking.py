@@ -1,4 +1,4 @@
-"""A judge in words: what it is to clients, what it is asked about a sample, and the number that its answers make."""
+"""A judge in words as a model: its info, its questions, and the reduction of its answers to a number."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_REWARD = ("model", "template", "system", "parse", "parse_retries", "samples"
 class ChatJudge:
     """A judge in words as the catalog has it: nothing of it computes here.
 
-    Its version is a digest of the settings that decide about rewards; what the address serves, nobody can tell.
+    Its version is a digest of the settings that determine rewards; the served weights are unknown.
     """
 
     encoder = None  # to a client it reads texts, as a function does

@@ -18,11 +18,11 @@ _TWICE = object()
 
 
 class NoObject(Exception):
-    """There is no such object, or it cannot be told which it is; the text says why."""
+    """There is no such object, or it is ambiguous; the text says why."""
 
 
 class ObjectFinder:
-    """Finds the last object of a text that has the `key`, among those that stand in no other and in no list."""
+    """Finds the last top-level object of a text with the `key`."""
 
     def __init__(self, key: str) -> None:
         self._key, self._mention = key, re.compile(rf"(?<!\w){re.escape(key)}[\"']?\s*:")

@@ -1,8 +1,8 @@
 """A critic that learns while it serves: its operations are checked, journalled, done and answered, one at a time.
 
 A train request is on the disk before it is applied, and its outcome is kept by its id: once acknowledged it is never
-lost and never applied twice. A critic's state is in three objects: this controller has what is queued and whether the
-weights are sound, the store what survives a crash, the progress what viewers see.
+lost and never applied twice. A critic's state is in three objects: the controller has the queue and the weights'
+soundness, the store the durable state, the progress the metrics.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ class Critic:
         return functools.partial(works[operation], request)
 
     def save(self, asked: ControlRequest, group: Executor) -> CheckpointInfo | None:
-        """Saves a checkpoint with the metrics of the last train request and those that are given."""
+        """Saves a checkpoint with the last train request's metrics and `metrics`."""
         self._check_sound()
         train_checks.check_metrics(asked.metrics)
         measured = {name: value for name, value in self.store.measured.items() if math.isfinite(value)}
@@ -395,7 +395,7 @@ class Critic:
 
     @contextlib.contextmanager
     def _withdrawing(self, position: int) -> Iterator[None]:
-        """Withdraws an accepted record if the command fails with nothing changed, or nobody knows what changed.
+        """Withdraws an accepted record if the command fails without a change, or with unknown changes.
 
         Raises StorageFailed instead if the disk keeps the record.
         """

@@ -1,7 +1,7 @@
 """One journal record as a file: a train request, or a client's return to a checkpoint.
 
-A head with its own checksum gives the length of the safetensors payload behind it, so that a file that was cut can be
-told from one in which a bit flipped.
+A header with a checksum has the length of the safetensors payload, which distinguishes a truncated file from a corrupt
+one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Record:
 
 
 def digest_of(request: TrainRequest) -> str:
-    """Returns a digest of what the request asks for; neither the id nor what the critic estimates is in it."""
+    """Returns a digest of the request, without its id and the critic's estimates."""
     text = f"updates {request.updates}\n" if request.updates != 1 else ""
     if request.gae is not None:
         text += f"{_plain(request.gae)}\n"

@@ -46,7 +46,7 @@ Lead = Callable[[Command], Any]
 
 @dataclass(slots=True)
 class TrainOutcome:
-    """What a train request came to: its report, or why it broke off and how many of its global batches stand."""
+    """A train request's outcome: its report, or its error and the number of applied global batches."""
 
     digest: str
     report: TrainReport | None = None
@@ -284,9 +284,9 @@ class Store:
             return self._begun
 
     def finish(self, request: TrainRequest, position: int, outcome: TrainOutcome) -> None:
-        """Keeps the outcome of an accepted train request, and how much of it stands, before anyone is told.
+        """Records the outcome of an accepted train request before it is acknowledged.
 
-        Raises StorageFailed if the disk does not note it; then nobody may be told until it does.
+        Raises StorageFailed if the disk refuses; then nothing may be acknowledged until it succeeds.
         """
         with self._writing():
             self._keep(request, outcome)
@@ -301,17 +301,17 @@ class Store:
                 self._journal.mark_done(position, None if outcome.report is not None else outcome.num_steps)
 
     def withdraw(self, position: int) -> None:
-        """Takes back what was accepted and changed nothing, before anyone is told; raises as `finish`."""
+        """Withdraws an accepted request that changed nothing, before its client is answered; raises as `finish`."""
         with self._writing():
             self._withdraw(position)
 
     def give_up(self, loss: RanksLost) -> None:
         """Withdraws what was accepted and is unfinished, because this process ends or has lost its ranks; thread-safe.
 
-        From then on all else raises the loss. Clients are told to ask again, maybe without an id, so the next start
-        must not do what they were refused. What was noted as done stays done: its answer is known by its id.
+        From then on all else raises the loss. Clients may retry, possibly without an id, so the next start must not
+        replay refused requests. What was noted as done stays done: its answer is known by its id.
 
-        Raises StorageFailed if the disk keeps it; then clients may not be told that.
+        Raises StorageFailed if the record cannot be removed; then clients must not retry.
         """
         with self._lock:
             self._loss = loss

@@ -1,1 +1,1 @@
-"""What a client may cost, who it is, and what it speaks: HTTP, gRPC and the forms of others, over one service."""
+"""Limits, authentication and protocols (HTTP, gRPC, other servers' forms) over one service."""

@@ -38,7 +38,7 @@ _TRIMMED_AFTER_S = 1.0
 """So long after so many bytes are given back, free memory is returned: by then nothing refers to them any longer."""
 
 Decoder = Callable[[ModelInfo | OperationInfo], tuple[InferRequest | None, Any]]
-"""Returns the tensors, None without any, and what is asked of the model, None for nothing."""
+"""Returns the tensors and the model's request, each None if absent."""
 
 
 class Exchange(Protocol[ReplyT]):
@@ -101,7 +101,7 @@ class Gate:
 
 
 class Place:
-    """What one request holds at the gate; a context that gives it back."""
+    """One request's reservation; a context that releases it."""
 
     def __init__(self, gate: Gate, client: str = "") -> None:
         self._gate = gate
@@ -157,7 +157,7 @@ class Place:
 
 
 class Visit(Place):
-    """One request on its way through the server; a context that counts how it ends, and gives back what it held."""
+    """One request in the server; a context that counts its outcome, and releases its reservation."""
 
     def __init__(self, admission: Admission, caller: Caller) -> None:
         super().__init__(admission.gate, caller.name)
@@ -177,7 +177,7 @@ class Visit(Place):
         self._keeps_bytes = False
 
     async def admit(self, exchange: Exchange[Any]) -> tuple[ModelInfo | OperationInfo, Any]:
-        """Reads and decodes the request; returns the model and what is asked of it, for `ask`.
+        """Reads and decodes the request; returns the model and its request, for `ask`.
 
         A critic's request is not decoded: the critic calls `read` in its turn.
         """
@@ -249,7 +249,7 @@ class Visit(Place):
             self._service.check_room(self._model, self._client, self._body_bytes)
 
     def check_time(self, num_bytes: int, timeout_s: float | None) -> None:
-        """Raises Overloaded if the request, of which only its `timeout_s` is read, would be late behind what waits."""
+        """Raises Overloaded if the request, of which only `timeout_s` is read, would be late behind the queue."""
         allowed_s = timeout_s or self._service.timeout_s
         if self._model and allowed_s and self._service.critic is None:  # whose requests wait for training, too
             left_s = allowed_s - (time.monotonic() - self._started)

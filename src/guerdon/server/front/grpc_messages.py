@@ -1,4 +1,4 @@
-"""Messages of gRPC on their way in and out: how many may come at once, and an end to calls that nobody reads.
+"""Limits on gRPC messages in transit: concurrent receives, and an end to calls whose answers nobody reads.
 
 gRPC tells a message's size only when all of it is there, so each on its way may be as large as the largest: only so
 many are received at once that they fit the memory that bodies have.
@@ -30,8 +30,8 @@ class Receiving:
     As many may come at once as there is memory for. With several clients, and fewer than that, each client has one
     place of its own, so that messages of others that never come cannot keep it out. Clients take turns for the rest.
 
-    Streams have as many places of their own, each held while the stream is open, since nothing tells whether a stream
-    is idle or its next message is on its way.
+    Streams have as many separate places, each held while the stream is open, because an idle stream cannot be
+    distinguished from one whose next message is in transit.
     """
 
     def __init__(self, limits: LimitsConfig, clients: tuple[str, ...]) -> None:

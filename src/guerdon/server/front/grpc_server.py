@@ -180,7 +180,7 @@ class _InferExchange:
         return info
 
     def take_decoder(self) -> Decoder:
-        """Returns a function that decodes the message; the call's deadline bounds what it asks."""
+        """Returns a function that decodes the message, with the call's deadline as its time-out."""
         message, self._message = self._message, None
         return functools.partial(self._decode, message)
 

@@ -171,7 +171,7 @@ class App:
         return None
 
     def _to_error(self, error: BaseException, request: HttpRequest) -> GuerdonError:
-        """Returns the error that the client is told; Cancelled if it has left."""
+        """Returns the error for the client; Cancelled if it has disconnected."""
         if isinstance(error, GuerdonError):
             return logs.without_frames(error)
         if isinstance(error, asyncio.CancelledError):

@@ -138,7 +138,7 @@ def _peek(body: bytearray, num_json: int) -> tuple[bool, float | None]:
     """Returns whether a long request states no priority, and its time-out in seconds, before it is parsed.
 
     If it would be late, parsing it takes time from those in the queue. The time-out is the longest of any key of that
-    name, None without one; a text's quotes stand behind backslashes.
+    name, else None; quotes within strings are escaped.
     """
     stated: list[tuple[bytes, bytes]] = _STATED.findall(body, 0, num_json)
     numbers = (int(number) / 1e6 for name, number in stated if name == b"timeout" and number)

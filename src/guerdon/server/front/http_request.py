@@ -40,7 +40,7 @@ Reply = tuple[int, Headers, bytes | Stream]
 JSON = (b"content-type", b"application/json")
 
 CONNECTION = "guerdon.connection"
-"""The scope's key for the connection, if it is one of ours; it is told whose it is."""
+"""The scope's key for the connection, if it is one of ours; it learns its key's holder."""
 
 READ_INLINE_BYTES = 65_536
 """Longer JSON is read in a thread: ten thousand samples may stand in it."""
@@ -74,7 +74,7 @@ class HttpRequest:
 
     @property
     def path(self) -> str:
-        """The path without what stands before the application, such as Ray Serve's route prefix."""
+        """The path without the application's prefix, such as Ray Serve's route prefix."""
         path, root = self.scope["path"], self.scope.get("root_path", "")
         return path[len(root) :] if root and path.startswith(root + "/") else path
 

@@ -94,7 +94,7 @@ class Pages:
         return self._file(request, request.names["file"])
 
     async def snapshot(self, request: HttpRequest) -> Reply:
-        """Returns what the page shows of the last `?window=` seconds, beside what `?reference=` names."""
+        """Returns the page's data of the last `?window=` seconds, with the reference `?reference=`."""
         what = parse_query(request.query, "window", "reference", "model", "beside", "until")
         caller, catalog = request.caller, self._service.catalog
         if what.model:

@@ -58,7 +58,7 @@ class CoMoments:
 
         The share is the component's coefficient in the linear regression of the reward on all components, times its
         covariance with the reward, over the reward's variance. Shares of a weighted sum add up to 1; one that works
-        against the sum is negative. What a clip or changing normalisation adds is nobody's share.
+        against the sum is negative. The effect of a clip or changing normalisation belongs to no component.
         """
         spread = np.sqrt(np.diag(self.products))
         if self.count < max(LEAST_FOR_SHARES, 2 * len(spread)) or not spread[-1] > 1e-9 * max(1.0, abs(self.mean[-1])):
@@ -87,7 +87,7 @@ class ComponentHistory:
         self._pending.append((name, time, names, rows, rewards))
 
     def note_means(self, name: str, time: float, what: str, rows: list[np.ndarray]) -> None:
-        """Queues `what` a teacher told of its samples' tokens, float32 `[n]` each; n may be 0."""
+        """Queues `what` of a teacher's samples' tokens, float32 `[n]` each; n may be 0."""
         if rows:
             self._pending.append((name, time, (what,), rows, None))
 

@@ -29,9 +29,9 @@ Part = tuple[float, Moments, np.ndarray]
 class Bucket:
     """The rewards of one bucket: the moments of all, and a uniform sample of at most SAMPLE.
 
-    `held` has both, float32 `[K, 2]` of rewards and lengths. It is never changed, but replaced: what was taken of it
-    stays as it was, and another thread finds what belongs together. Those kept stand in no order, so that the first
-    so many of them are evenly drawn, too, however the senders order theirs.
+    `held` has both, float32 `[K, 2]` of rewards and lengths. Immutable: replaced as a whole, so that readers in other
+    threads see a consistent state. The kept ones are in random order, so that any prefix of them is a random sample,
+    too.
     """
 
     __slots__ = ("held",)

@@ -1,4 +1,4 @@
-"""Try it: a prompt and responses from the page, scored as any request is, and told token by token."""
+"""Try it: scores a prompt and responses from the page like any request, with values per token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from guerdon.wire.forms.labels import attributes_of, has_components, number
 from guerdon.wire.forms.page_bodies import TrialBody, TrialReply, TrialResult, TrialStep, TrialToken
 
 MOST_TOKENS = 32_768
-"""Of all samples together: those of longer ones are not told one by one."""
+"""Limit of all samples together for values per token."""
 
 _MOST_CHARACTERS = 4 * MOST_TOKENS
 
@@ -28,7 +28,7 @@ _NUM_LIKELIEST = 5
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """What is to be scored; of each sample `prompts` has what came before the response, as text, messages or ids."""
+    """The samples to score; `prompts` has each sample's context, as text, messages or ids."""
 
     model: str
     request: ScoreRequest
@@ -91,7 +91,7 @@ class Trial:
 
 
 def read(body: bodies.Octets) -> Trial:
-    """Returns what the page asks to have scored; raises InvalidRequest.
+    """Returns the page's samples to score; raises InvalidRequest.
 
     A prompt and its responses are pairs, as in other forms; with `template` they go through the checkpoint's chat
     template, as a user's and an assistant's message, and so do whole `messages`.
@@ -225,7 +225,7 @@ def _sums(ids: tuple[np.ndarray, np.ndarray], said: TokenLogprobs) -> dict[str, 
 
 
 def _steps(tokens: np.ndarray, steps: np.ndarray, info: ModelInfo) -> list[TrialStep] | None:
-    """Each step's last token and reward; None where the rule does not tell where steps end."""
+    """Each step's last token and reward; None if the rule does not define steps' ends."""
     ends = Sequence(tokens).step_ends(info.step_separator_ids)
     if len(ends) != len(steps):
         return None

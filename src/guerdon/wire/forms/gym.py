@@ -24,7 +24,7 @@ LABEL_KEYS = ("label", "expected_answer", "ground_truth", "answer", "verifier_me
 """Keys of a row that may hold the label, most telling first, unless the URL names one."""
 
 FAILURE_CLASS = "judge_failed"
-"""Gym writes rows of a failure class into a file of their own, and can verify those of this class again."""
+"""Gym writes rows of a failure class into a separate file, and can verify rows of this class again."""
 
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """The types of a message's parts that are text, and the key that has it."""
@@ -37,7 +37,7 @@ class VerifyUrl(Url, kw_only=True, forbid_unknown_fields=True):
 
 
 class ResponsesParams(msgspec.Struct, kw_only=True):
-    """What the policy was asked; other keys are ignored."""
+    """The policy's request; other keys are ignored."""
 
     example: ClassVar[str] = '{"input": "a prompt"}'
     input: Annotated[str | Conversation, Meta(description="a string, or a list of messages and other items")]

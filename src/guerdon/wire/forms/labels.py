@@ -34,7 +34,7 @@ def has_components(info: ModelInfo) -> bool:
 
 
 def labels_of(info: ModelInfo, count: int = 1) -> tuple[str, ...]:
-    """Returns the names of a sample's `count` numbers: its attributes', else those that transformers gives."""
+    """Returns the names of a sample's `count` numbers: its attributes', else transformers' label names."""
     return ("LABEL_0",) if has_components(info) else info.names_of(count)
 
 

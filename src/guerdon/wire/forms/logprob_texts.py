@@ -132,7 +132,7 @@ class Entries:
 
     @classmethod
     def after(cls, said: TokenLogprobs, count: int) -> Entries:
-        """Returns the `count` likeliest ids behind the last token; the best of them is the completion.
+        """Returns the `count` likeliest ids after the last token; the best is the completion.
 
         To vLLM the prompt is no context of their texts, as of a first token's.
         """

@@ -42,7 +42,7 @@ class TrialBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TrialToken(TypedDict):
-    """A token with its value, or with its log-prob; a teacher tells its rank and the likeliest in its place as well."""
+    """A token with its value, or with its log-prob and a teacher's rank and likeliest alternatives."""
 
     text: str
     value: float | None

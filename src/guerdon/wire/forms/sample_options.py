@@ -60,7 +60,7 @@ def use_activation(body: SampleOptions) -> bool | None:
 
 
 def activation_of(body: SampleOptions) -> Activation | None:
-    """Returns what the numbers go through: nothing unless the body asks for it."""
+    """Returns the activation of the scores: none unless the body requests one."""
     return "fitting" if use_activation(body) else None
 
 

@@ -157,7 +157,7 @@ class SGLangGenerateReply(msgspec.Struct, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Asked:
-    """What one sample asks; `start` is None if no token of the input is asked."""
+    """One sample's query; `start` is None if no input token is scored."""
 
     start: int | None
     top: int
@@ -189,7 +189,7 @@ class _Asked:
 
 
 def _generate(body: SGLangGenerateBody, url: Url) -> FormRequest:
-    """The reply is a list if several samples came; log-probs of the input are told from `logprob_start_len` on."""
+    """The reply is a list for several samples; it has the input's log-probs from `logprob_start_len` on."""
     if (body.text is None) == (body.input_ids is None):
         has = "neither text nor input_ids" if body.text is None else "text and input_ids"
         raise InvalidRequest(f"the body has {has}; send one of the two")

@@ -56,7 +56,7 @@ class PredictParameters(msgspec.Struct):
 
 
 class PredictBody(Body, kw_only=True):
-    """One text or pair, or a list of them; TEI's own activation applies only if the client asks for it."""
+    """One text or pair, or a list of them; TEI's activation applies only on request."""
 
     example: ClassVar[str] = '{"inputs": [["a prompt and its response"]], "raw_scores": true}'
     inputs: Annotated[str | Annotated[list[_Entry], Meta(max_length=MAX_ROWS)], Meta(description=_SHAPES)]
@@ -150,7 +150,7 @@ def _rows(inputs: str | list[str | list[str]]) -> tuple[list[list[str]], bool]:
 
 
 def _activation(body: PredictBody) -> Activation | None:
-    """What `raw_scores` asks for, else the parameter of Hugging Face's own client."""
+    """The value of `raw_scores`, else of the parameter of Hugging Face's own client."""
     wanted = body.parameters.function_to_apply if body.parameters else None
     if body.raw_scores is not None or wanted is None:
         return "fitting" if body.raw_scores is False else None

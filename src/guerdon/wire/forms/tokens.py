@@ -120,7 +120,7 @@ class InfoLabels(msgspec.Struct):
 
 
 class InfoReply(msgspec.Struct):
-    """What TEI tells of the model, `reranker` if it gives one number and else `classifier`, and of the server."""
+    """TEI's info on the model (`reranker` with one output, else `classifier`) and the server."""
 
     model_id: str
     model_sha: str
@@ -165,7 +165,7 @@ class TokenForm:
     to_asked: Callable[[Octets, Any], Asked]
 
     def read(self, body: Octets, query: Mapping[str, str]) -> Asked:
-        """Returns what is asked; raises InvalidRequest."""
+        """Returns the query; raises InvalidRequest."""
         url = bodies.convert(query, self.url, "the URL")
         asked = self.to_asked(body, url)
         return asked if asked.model else Asked(url.model, asked.num_bytes, asked.answer)
@@ -235,7 +235,7 @@ def _detokenize(body: Octets, url: Url) -> Asked:
 
 
 def describe(info: ModelInfo, **server: Any) -> InfoReply:
-    """Returns TEI's `/info`; `server` are the settings that it tells beside the model's."""
+    """Returns TEI's `/info`; `server` has the server's settings in it."""
     labels = labels_of(info, max(1, len(info.attribute_names)))
     names = InfoLabels({str(i): name for i, name in enumerate(labels)}, {name: i for i, name in enumerate(labels)})
     return InfoReply(
