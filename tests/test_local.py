@@ -191,7 +191,7 @@ def test_a_forked_child_is_told_so_and_ends() -> None:
     done = _python(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "the model was loaded before this process was forked: load it in the process that asks",
+        "the model was loaded before this process was forked: load it in this process",
         *("score 0", "close 0", "collect 0", "[3.0]"),
     ]
 

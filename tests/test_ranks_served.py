@@ -246,7 +246,7 @@ def test_requests_that_outlast_the_grace_period_get_an_error_and_the_launcher_re
         wait_until(slow.exists)
         launch.rank(0).send_signal(signal.SIGTERM)
         asking.join(28)
-        assert len(told) == 1 and "not done within the 20 s" in told[0], told
+        assert len(told) == 1 and "unfinished after the grace period of 20 s" in told[0], told
         assert exit_code(launch) == 1
         assert re.search(r"exitcode *: 70 ", launch.output()), launch.output()
         assert "this server ends without them" in launch.output() and launch.processes() == []

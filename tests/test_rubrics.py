@@ -91,7 +91,7 @@ def test_a_mistake_of_a_rubric_that_compares_is_named(old: str, new: str, messag
 
 def test_a_reference_stands_once(tmp_path: Path) -> None:
     text = judged.COMPARING.replace("round_robin", "reference").replace("{prompt}", "{prompt}{reference}")
-    with pytest.raises(ConfigError, match="which stands as one of the responses already"):
+    with pytest.raises(ConfigError, match="which is one of the responses already"):
         read_rubric(judged.write(tmp_path, text))
 
 

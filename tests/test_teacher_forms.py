@@ -377,7 +377,7 @@ SGLANG_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no number of tokens": ({"sampling_params": {}}, "sampling_params has no max_new_tokens, which means 128"),
     "neither": ({"input_ids": None}, "the body has neither text nor input_ids"),
     "too many ids": ({"top_logprobs_num": 129}, "top_logprobs_num is 129; teacher gives at most 128 ids"),
-    "a start behind the end": ({"logprob_start_len": 4}, "start is 4, behind the end of the sample's 3 tokens"),
+    "a start behind the end": ({"logprob_start_len": 4}, "start is 4, after the end of the sample's 3 tokens"),
     "an id beyond the vocabulary": ({"token_ids_logprob": [300]}, "the given id 300 is outside the vocabulary"),
     "ids and lists": ({"token_ids_logprob": [1, [2]]}, "token_ids_logprob holds ids and lists"),
     "too few positions": ({"token_ids_logprob_positions": [[1]]}, "has 1 entries for sample 0 of 3 tokens"),

@@ -235,8 +235,8 @@ def test_the_metadata_lists_what_it_takes_and_gives(server: RunningServer) -> No
 WRONG: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "more ids than it gives": ({"top_k": 8}, [], "top_k is 8; it must be from 0 to 7"),
     "ids of no number": ({"top_k": -1}, [], "parameter 'top_k' is -1"),
-    "a start behind the end": ({"start": 4}, [], "start is 4, behind the end of the sample's 3 tokens"),
-    "a start at the first token": ({"start": 0}, [], "nothing predicts the first token"),
+    "a start behind the end": ({"start": 4}, [], "start is 4, after the end of the sample's 3 tokens"),
+    "a start at the first token": ({"start": 0}, [], "the first token has no log-prob"),
     "no temperature": ({"temperature": 0}, [], "the temperature is 0; it must be finite and above 0"),
     "a temperature below 0": ({"temperature": -1.5}, [], "the temperature is -1.5"),
     "a temperature beyond floats": ({"temperature": 10**400}, [], "parameter 'temperature' is 1000"),

@@ -226,7 +226,7 @@ def _check_repository(config: ServerConfig) -> None:
         raise ConfigError(f"model_repository is {root!r}, which is no folder", "name the folder that holds checkpoints")
     if not Access(config).has_admin:
         raise ConfigError(
-            "model_repository is set, and nobody may load from it", "give somebody a key of the role admin"
+            "model_repository is set, but no key may load from it", "give somebody a key of the role admin"
         )
 
 

@@ -129,7 +129,7 @@ def read_manifest(folder: Path, manifest_name: str) -> dict[str, Any]:
         sealed = orjson.loads((folder / manifest_name).read_bytes())
         manifest: dict[str, Any] = sealed["manifest"]
         if _seal(manifest) != sealed["sha256"]:
-            raise ValueError("it is not what was written")
+            raise ValueError("it differs from what was written")
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise Damaged(f"{manifest_name}: {e}") from e
     return manifest

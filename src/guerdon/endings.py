@@ -148,7 +148,7 @@ def find_ending(
     elif encoder.render(answered(conversation, _ANSWER_TO_STRIP)) != whole.replace(_ANSWER, _ANSWER_TO_STRIP):
         differs = "it strips blanks or reasoning of answers"
     elif not is_prefix or not np.array_equal(cut[: len(asked)], asked):
-        differs = "an answer and what stands around it share tokens"
+        differs = "an answer and its surroundings share tokens"
     elif said != _ANSWER:
         differs = f"it writes {lead!r} before an answer"
     else:

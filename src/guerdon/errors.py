@@ -15,7 +15,7 @@ GuerdonError
 │   └── ChildEnded          500 INTERNAL             the child process that computed it was ended; `reason` says why
 ├── ServerFault             500 INTERNAL             a bug or a failed device, not the request
 │   └── TrainFailed         500 INTERNAL             a train request broke off; the text says what stands
-├── Unsupported             501 UNIMPLEMENTED        the protocol has it, this server does not
+├── Unsupported             501 UNIMPLEMENTED        part of the protocol, but not of this server
 ├── Unavailable             503 UNAVAILABLE          retry: not ready, stopping, or unreachable
 │   ├── Overloaded          503 RESOURCE_EXHAUSTED   retry after `retry_after_s`: the queue is full
 │   ├── RanksLost           503 UNAVAILABLE          retry: a rank was lost; the server ends, and may come back

@@ -85,7 +85,7 @@ class _LocalModel:
 
     def _submit(self, call: Call[T]) -> Future[T]:
         if os.getpid() != self._pid:
-            raise GuerdonError("the model was loaded before this process was forked: load it in the process that asks")
+            raise GuerdonError("the model was loaded before this process was forked: load it in this process")
         with self._lock:
             if self._is_closed:
                 raise Cancelled("the model is closed")

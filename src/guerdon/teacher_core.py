@@ -95,10 +95,10 @@ class LogprobQuery:
         """Returns what is wrong with the query of a sequence of so many tokens, if anything."""
         first = self.first(prompt_length)
         if first < 1:
-            return f"start is {first}, and nothing predicts the first token; the first that can be asked is token 1"
+            return f"start is {first}, but the first token has no log-prob; send at least 1"
         # The first token of a sequence of one has nothing before it, and is simply not asked.
         if first > max(tokens, 1):
-            return f"start is {first}, behind the end of the sample's {tokens} tokens"
+            return f"start is {first}, after the end of the sample's {tokens} tokens"
         return None if self.given is None else self._find_fault_in_given(tokens - first, vocab_size)
 
     def _find_fault_in_given(self, num_asked: int, vocab_size: int) -> str | None:

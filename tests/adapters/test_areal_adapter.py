@@ -69,7 +69,9 @@ def test_calls_behind_one_that_found_no_server_do_not_wait_for_it_too(monkeypatc
             function("a", "b", [1], [2])
         assert time.monotonic() - started > 0.4
         for _ in range(11):
-            with pytest.raises(Unavailable, match=r"not asked, because the call before failed: .*said nothing within"):
+            with pytest.raises(
+                Unavailable, match=r"not sent, because the call before it failed: .*said nothing within"
+            ):
                 function("a", "b", [1], [2])
         now_s += 1.1
         with pytest.raises(Unreachable):  # asked again

@@ -222,8 +222,8 @@ LLAMA3 = "<|start_header_id|>user<|end_header_id|>\n\nan inn<|eot_id|><|start_he
         ("chat", CHATML, {"ending": "<|im_end|>\n"}, "<|im_end|>\n", ""),
         ("chat", CHATML, {"ending": "<|im_end|>"}, "<|im_end|>", "do not end with '<|im_end|>\\n'"),
         ("chat", CHATML, {"ending": ""}, "", "do not end with '<|im_end|>\\n'"),
-        ("chat", BARE, {}, "", "has a chat template, and a text that it has not made"),
-        ("chat", LLAMA3, {}, "", "has a chat template, and a text that it has not made"),
+        ("chat", BARE, {}, "", "has a chat template, but this text was not made by it"),
+        ("chat", LLAMA3, {}, "", "has a chat template, but this text was not made by it"),
         ("chat", BARE, {"ending": "<|im_end|>"}, "<|im_end|>", ""),
         ("plain", BARE, {}, "", ""),
         ("plain", BARE, {"ending": "</s>"}, "</s>", ""),
@@ -335,5 +335,5 @@ def test_an_ending_is_read_back_from_a_configuration() -> None:
 
 
 def test_an_eos_to_wait_for_needs_an_ending() -> None:
-    with pytest.raises(ConfigError, match="eos_token_id is given, and no ending"):
+    with pytest.raises(ConfigError, match="eos_token_id is set without an ending"):
         trl.reward_function("http://127.0.0.1:1", eos_token_id=2)

@@ -119,7 +119,7 @@ def test_host_from_the_environment_and_other_ranks(host: str, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "neither a server nor a model is named: TRITON_HOST is not set"),
+        ({}, "no server and no model: TRITON_HOST and model are not set"),
         ({"triton_host": "h:1/m"}, "no tokenizer is given, and gpt2's, which trlX's example takes, does not load"),
         ({"triton_host": "h:1", "tokenizer": Numbers()}, "TRITON_HOST is 'h:1'"),
         ({"triton_host": "h:1/a/b", "tokenizer": Numbers()}, "TRITON_HOST is 'h:1/a/b'"),

@@ -110,7 +110,9 @@ def test_a_client_of_another_kind_is_told_which(
 def test_only_a_teacher_has_a_head(name: str, urls: dict[str, tuple[str, str]]) -> None:
     with (
         TeacherClient(urls[name][0], name) as client,
-        pytest.raises(Unsupported, match=f"{name} is no teacher, and gives no head; guerdon serve-teacher serves one"),
+        pytest.raises(
+            Unsupported, match=f"{name} is no teacher, and has no output head; use a model of guerdon serve-teacher"
+        ),
     ):
         client.head()
 
@@ -118,9 +120,9 @@ def test_only_a_teacher_has_a_head(name: str, urls: dict[str, tuple[str, str]]) 
 async def test_a_name_that_is_not_served_is_told_by_all_clients(urls: dict[str, tuple[str, str]]) -> None:
     for url in urls["teacher"]:
         for client, says in (
-            (AsyncRewardClient(url, "x"), "RewardClient asks what gives rewards, such as guerdon serve serves"),
-            (AsyncTeacherClient(url, "x"), "TeacherClient asks what guerdon serve-teacher serves"),
-            (AsyncCriticClient(url, "x"), "CriticClient asks what guerdon serve-critic serves"),
+            (AsyncRewardClient(url, "x"), "RewardClient needs a model with rewards, such as of guerdon serve"),
+            (AsyncTeacherClient(url, "x"), "TeacherClient needs a model of guerdon serve-teacher"),
+            (AsyncCriticClient(url, "x"), "CriticClient needs the models of guerdon serve-critic"),
         ):
             async with client:
                 with pytest.raises(UnknownModel, match=f"unknown model 'x.*served here: .*{says}"):

@@ -279,7 +279,7 @@ def test_a_damaged_line_is_told_and_asked_again(tmp_path: Path, caplog: pytest.L
             file.seek(data.index(b"answer 2"))
             file.write(b"A")
         assert not await put(cache, KEYS[2], ANSWERS[2])
-        assert "is damaged, and is asked for again" in caplog.text
+        assert "is damaged; its question is repeated" in caplog.text
         cache.close()
 
     with caplog.at_level(logging.ERROR):

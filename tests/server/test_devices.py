@@ -226,7 +226,7 @@ async def test_what_both_compute_too_long_fails_on_both(root: Path, monkeypatch:
         await reached(*gates.values())
         await asyncio.to_thread(service.end_after_loss, runtime.shutdown_error(0.0))
         for task in asked:
-            with pytest.raises(RanksLost, match="taken back"):
+            with pytest.raises(RanksLost, match="withdrawn"):
                 await task
         assert service.is_computing
         for gate in gates.values():
@@ -265,7 +265,7 @@ def test_a_device_that_dies_does_not_leave_what_another_computes_too_long_withou
             asked = a.submit(tokens=ROWS)
             assert gate.is_reached.wait(MAX_S)
             assert all(WHY in str(error) for error in b.score(tokens=ROWS).errors)
-            with pytest.raises(Unavailable, match="taken back"):
+            with pytest.raises(Unavailable, match="withdrawn"):
                 asked.result(MAX_S)
     finally:
         gate.is_open.set()

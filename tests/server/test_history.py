@@ -345,9 +345,7 @@ def test_an_unanswered_record_that_breaks_the_trainer_is_removed(
     run(tmp_path, A, FAILS_LATER, global_batch_size=1)
     unmark_last(tmp_path)
     monkeypatch.setattr("server.arithmetic_critic.BUG_TOKEN", LATER)
-    with pytest.raises(
-        StartError, match="request x, which nobody was answered to, broke the critic down: a bug"
-    ) as told:
+    with pytest.raises(StartError, match="request x, which was never answered, corrupted the critic: a bug") as told:
         Driver(tmp_path, global_batch_size=1)
     assert told.value.help.startswith("start again")
     with Driver(tmp_path, global_batch_size=1) as critic:

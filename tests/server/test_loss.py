@@ -184,7 +184,7 @@ async def late(service: ArithmeticService) -> None:
     stop.set()
     await serving
     await asking
-    assert isinstance(told[0], RanksLost) and "not done within the 0.3 s" in str(told[0]), told
+    assert isinstance(told[0], RanksLost) and "unfinished after the grace period of 0.3 s" in str(told[0]), told
     service.trainer.go.set()
     await asyncio.to_thread(service.stop, 5.0)
 

@@ -99,7 +99,7 @@ def gae(**changes: float) -> Callable[[TrainRequest], None]:
         (gae(lam_policy=-0.1), "lam_policy is -0.1"),
         (gae(lam_alpha=0.0), "lam_alpha is 0.0; give a number above 0"),
         (gae(lam_alpha=math.inf), "lam_alpha is inf"),
-        (gae(lam_policy=1.0, lam_alpha=0.05), "lam_policy and lam_alpha are both given"),
+        (gae(lam_policy=1.0, lam_alpha=0.05), "lam_policy and lam_alpha exclude each other"),
     ],
 )
 def test_each_mistake_with_rewards_is_refused(change: Callable[[TrainRequest], None], says: str) -> None:

@@ -146,9 +146,9 @@ class JudgeClient:
         if completes and None in made:
             self._has_warned = True
             log.warning(
-                "%s has a chat template, and a text that it has not made is scored as it is: %r; send conversations or "
-                "texts that the template has made; if the model was trained on texts without it, give `ending`: what "
-                "stood behind them, or an empty string",
+                "%s has a chat template, but this text was not made by it and is scored unchanged: %r; send "
+                "conversations or templated texts; if the model was trained on texts without the template, set "
+                "`ending` to the text that followed them, or to an empty string",
                 model,
                 texts[made.index(None)][:80],
             )

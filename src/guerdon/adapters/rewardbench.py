@@ -35,7 +35,7 @@ class ServerPipeline:
             rows = [row[1:] if bos is not None and row[:2] == [bos, bos] else row for row in rows]
             scores = self._scorer.score(tokens=rows)
         elif cut:
-            raise ConfigError("truncation is asked for, and texts are sent", "leave out --send texts")
+            raise ConfigError("truncation is requested, but texts are sent", "leave out --send texts")
         else:
             scores = self._scorer.score(texts=list(samples))
         return [{"score": reward} for reward in scores.raise_for_failed()]

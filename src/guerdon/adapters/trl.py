@@ -42,7 +42,7 @@ class TrlReward:
         `eos_token_id` without `ending`.
         """
         if eos_token_id is not None and not ending:
-            raise ConfigError("eos_token_id is given, and no ending", "give ending, the text of that token")
+            raise ConfigError("eos_token_id is set without an ending", "give ending, the text of that token")
         self.__name__ = name or model
         self._judge, self._labels = judge(url, model, timeout_s), labels
         self._ending, self._eos_token_id = ending, eos_token_id

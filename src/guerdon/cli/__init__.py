@@ -23,7 +23,9 @@ def _main(argv: Sequence[str]) -> int | None:
     if not argv:
         parser.print_help(sys.stderr)
         sys.stderr.write("\n")
-        return console.fail("no command is given", "name one of those above: guerdon COMMAND --help", Exit.CANNOT_START)
+        return console.fail(
+            "no command is given", "name one of the commands above: guerdon COMMAND --help", Exit.CANNOT_START
+        )
     args = parser.parse_args(argv)
     console.set_format(getattr(args, "log_format", "text"))
     limit_spinning()

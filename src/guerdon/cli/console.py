@@ -44,7 +44,7 @@ _ADVICE: dict[type[GuerdonError], str] = {
     errors.ServerFault: "the server's log shows the cause; --log-level debug adds details",
     errors.Unsupported: "`guerdon doctor URL` shows what the server is",
     errors.Unreachable: "check the URL and that the server runs: `guerdon doctor URL` tries it",
-    errors.RanksLost: "run the same command again: it starts all ranks and resumes from what was saved",
+    errors.RanksLost: "run the same command again: it restarts all ranks and resumes from the last save",
     errors.Offloaded: "have the client that offloaded the critic send `onload`",
     errors.Overloaded: "retry when the server has less load, or share the load between several",
     errors.Unavailable: "retry when the server is ready: `guerdon doctor URL` shows it",

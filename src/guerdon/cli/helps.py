@@ -1,7 +1,7 @@
 """The texts of `--help` for each command: examples before the flags, and notes after them."""
 
 EXAMPLES = """\
-Serve the models that an RL trainer asks: reward models, critics, teachers, judges.
+Serve models for RL trainers: reward models, critics, teachers, judges.
 
 examples:
   # serve a model that transformers saved, on port 5555
@@ -110,7 +110,7 @@ and reward models beside them:
 """
 
 JUDGE_EXAMPLES = """\
-Serve rewards that a frozen language model gives by a rubric, one token for each criterion, until SIGTERM or Ctrl-C.
+Serve a frozen language model's rewards by a rubric, one token per criterion, until SIGTERM or Ctrl-C.
 
 examples:
   # a judge on port 5555
@@ -250,7 +250,7 @@ which also holds metrics, curves and samples.
 """
 
 DOCTOR_EXAMPLES = """\
-Check the installation, this machine, servers and models, and say what to do about problems.
+Check the installation, this machine, servers and models, and suggest remedies.
 
 examples:
   guerdon doctor
@@ -272,9 +272,8 @@ examples:
 """
 
 CONVERT_NOTES = """\
-Any file can be converted whose architecture transformers reads. Quantised weights become what they stand for; the
-rounding of the quantisation stays in them, so their scores differ from those of the original weights. GGUF files have
-no reward head. The extra `gguf` must be installed.
+Converts files of all architectures that transformers reads. Weights are dequantised; the rounding of the quantisation
+remains, so scores differ from the original weights'. GGUF files have no reward head. Needs the extra `gguf`.
 """
 
 COMPLETION_EXAMPLES = """\

@@ -134,9 +134,7 @@ def _add_serve_teacher(commands: Any) -> None:
 
 
 def _add_serve_judge(commands: Any) -> None:
-    parser = _add_command(
-        commands, "serve-judge", "Serve rewards that a language model gives by a rubric.", run_serve_judge
-    )
+    parser = _add_command(commands, "serve-judge", "Serve a language model's rewards by a rubric.", run_serve_judge)
     parser.show_first(
         "rubric", "verdict", "max_other_mass", "config", "host", "port", "api_keys_file", "dtype", "device",
         "max_length",

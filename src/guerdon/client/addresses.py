@@ -32,7 +32,7 @@ class Credentials:
 
     def __post_init__(self) -> None:
         if self.key_file is not None and self.cert_file is None:
-            raise ConfigError("key_file is given, and cert_file is not", "give the certificate that the key belongs to")
+            raise ConfigError("key_file is set without cert_file", "give the certificate that the key belongs to")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
             what = "is empty" if not self.api_key else "has a line break, or a character that no header takes"
             raise ConfigError(f"the API key {what}", "give one key (GUERDON_API_KEY, or in the URL), as it was made")

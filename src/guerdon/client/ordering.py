@@ -128,8 +128,8 @@ class Failures:
                 if not future.cancelled():
                     future.exception()
                 error.add_note(
-                    f"raised by a later call, which was not made: train request {future.train_id} had failed, and "
-                    "nobody had looked at its future"
+                    f"raised by a later call, which was not sent: train request {future.train_id} had failed, and "
+                    "its future was never read"
                 )
                 raise error
 

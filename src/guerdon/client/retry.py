@@ -174,7 +174,7 @@ class Caller:
                 )
                 if e.retryable and may_have_it and not kept[0].may_repeat(signature):
                     e.retryable = False
-                    e.add_note("not sent again: the server may have it, and would not recognise the second as the same")
+                    e.add_note("not retried: the server may have it, and could not recognise the retry")
                 raise
             return kept[0].parse(result.reply, result.queue_s, result.compute_s)
 

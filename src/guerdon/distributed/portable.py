@@ -85,7 +85,7 @@ class _Unpickler(pickle.Unpickler):
             found = super().find_class(module, name)
             if isinstance(found, type) and found.__module__ == module and _is_data(found):
                 return found
-        raise pickle.UnpicklingError(f"{module}.{name} is nothing that ranks tell each other")
+        raise pickle.UnpicklingError(f"{module}.{name} may not be exchanged between ranks")
 
 
 def _is_data(found: type) -> bool:
@@ -104,14 +104,14 @@ def _reduced_scalar(value: np.generic) -> Any:
 def _plain(array: np.ndarray) -> str:
     """Returns the dtype's name; raises PicklingError unless it is of numbers or text."""
     if not _DTYPE.fullmatch(array.dtype.str):
-        raise pickle.PicklingError(f"an array of {array.dtype} is nothing that ranks tell each other")
+        raise pickle.PicklingError(f"an array of {array.dtype} may not be exchanged between ranks")
     return array.dtype.str
 
 
 def _array(dtype: str, shape: tuple[int, ...], data: bytes | bytearray) -> np.ndarray:
     """Makes an array; numpy checks the data against the shape."""
     if type(dtype) is not str or not _DTYPE.fullmatch(dtype) or type(data) not in (bytes, bytearray):
-        raise pickle.UnpicklingError(f"an array of {dtype!r} is nothing that ranks tell each other")
+        raise pickle.UnpicklingError(f"an array of {dtype!r} may not be exchanged between ranks")
     return np.ndarray(shape, dtype, data)
 
 

@@ -74,8 +74,8 @@ def _check(head: OutputHead, tensors: dict[str, Tensor], scale: float, soft_cap:
         if difference <= AGREEMENT.get(weight.dtype, 2e-2):
             return
     raise Unsupported(
-        f"the logits of {name} are not one matrix times its hidden states, which is all that a head's file can tell; "
-        "ask for log-probs instead"
+        f"the logits of {name} are not one matrix times its hidden states, as a head's file requires; "
+        "request log-probs instead"
     )
 
 

@@ -28,9 +28,7 @@ PYTRITONS_METADATA = f"triton-grpc-protocol-{PYTRITONS_HEADER}"
 
 _FORM = "write `ROLE NAME KEY`, such as `score trainer-a ` and what `openssl rand -hex 32` prints"
 
-_TLS_HELP = (
-    "give PEM files: the certificate and those that vouch for it, its unencrypted private key, and the clients' CA"
-)
+_TLS_HELP = "give PEM files: the certificate with its chain, its unencrypted private key, and the clients' CA"
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def find_fault(judge: Judge, row: np.ndarray) -> InvalidRequest | None:
     if len(row) > 1 and row[-1] == judge.labels.ids[0]:
         return None
     return InvalidRequest(
-        f"behind this sample's question the label {judge.rubric.labels[0]!r} is no token of its own; end the template "
+        f"after this sample's question the label {judge.rubric.labels[0]!r} is no token of its own; end the template "
         f"of {judge.info.name} with words of its own"
     )
 

@@ -443,7 +443,7 @@ def _with_texts(request: ScoreRequest, start: str, made: ListLike[str | None]) -
 def _other_prompt(info: ModelInfo) -> InvalidRequest:
     return InvalidRequest(
         f"{info.name} reads a prompt and its response as a pair, and the text does not begin with its prompt; send the "
-        "prompt as it stands in the text, or no prompts"
+        "prompt exactly as in the text, or no prompts"
     )
 
 
@@ -505,7 +505,7 @@ def find_fault(s: Sequence, info: ModelInfo) -> InvalidRequest | None:
         if not info.step_separator_ids:
             return InvalidRequest("no step to reward: this model has no tokenizer, so send step_positions")
         return InvalidRequest(
-            f"no step to reward: {info.name} gives the {info.step_rule}, and no such token is behind the prompt, or it "
+            f"no step to reward: {info.name} gives the {info.step_rule}, and no such token follows the prompt, or it "
             "is merged into another token; end each step with it, or send step_positions"
         )
     if s.prompt_length is not None and not 0 <= s.prompt_length <= len(tokens):

@@ -180,9 +180,7 @@ async def serve(
 
 def shutdown_error(grace_s: float) -> RanksLost:
     """Returns the error for requests unfinished at shutdown."""
-    return RanksLost(
-        f"not done within the {grace_s:g} s that this server had left when it was told to stop; it was taken back"
-    )
+    return RanksLost(f"unfinished after the grace period of {grace_s:g} s; it was withdrawn")
 
 
 class RunningServer:

@@ -181,7 +181,7 @@ class DistillConfig(LossConfig):
 
 @dataclass
 class RunConfig:
-    """How long the run lasts, and what it saves."""
+    """Length of the run, and its output."""
 
     steps: int = setting(100, "Number of steps.", least=1)
     seed: int = setting(0, "Seed of everything random.", least=0)

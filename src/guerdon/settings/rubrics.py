@@ -144,7 +144,7 @@ def _check_compared(rubric: Rubric) -> None:
         )
     if rubric.compare.schedule == "reference" and "reference" in rubric.fields:
         raise ConfigError(
-            f"{rubric.path}: template has {{reference}}, which stands as one of the responses already",
+            f"{rubric.path}: template has {{reference}}, which is one of the responses already",
             "leave it out, or choose another schedule",
         )
 
@@ -178,7 +178,7 @@ def _check_criteria(rubric: Rubric) -> None:
     if "criterion" not in rubric.fields and len(rubric.criteria) > 1:
         raise ConfigError(
             f"{where} has no {{criterion}}, and there are {len(rubric.criteria)} criteria",
-            "put it behind the response, so that criteria share what is before them",
+            "put it after the response, so that criteria share their prefix",
         )
     without = next((one.name for one in rubric.criteria if "criterion" in rubric.fields and not one.text), None)
     if without is not None:

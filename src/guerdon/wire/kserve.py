@@ -27,7 +27,7 @@ _BINARY_DATA = {"properties": {"binary_data": {"type": "boolean"}}}
 
 Dimension = Annotated[int, Meta(ge=0, le=MAX_DIMENSION - 1)]
 Shape = Annotated[list[Dimension], Meta(max_length=MAX_RANK, description=f"a list of at most {MAX_RANK} whole numbers")]
-Size = Annotated[int, Meta(ge=0, description="the tensor's bytes, behind the JSON")]
+Size = Annotated[int, Meta(ge=0, description="the tensor's bytes, after the JSON")]
 
 
 class TensorParameters(msgspec.Struct, omit_defaults=True):

@@ -33,7 +33,7 @@ _STATUSES = {
     429: "the queue is full; Retry-After says when to try again",
     431: "the request's head is larger than this server accepts",
     500: "the model gave no finite score, or the server failed",
-    501: "the protocol has it, this server does not",
+    501: "part of the protocol, but not of this server",
     503: "not ready, stopping, or the queue is full; Retry-After says when to try again",
     504: "not answered, or not sent, in time",
     507: "the server's disk is full, read-only or broken",
@@ -126,7 +126,7 @@ def document(
         "openapi": "3.1.0",
         "info": {
             "title": "guerdon",
-            "summary": "Models that an RL trainer asks",
+            "summary": "Models for RL trainers",
             "description": _ABOUT,
             "version": version,
         },
@@ -150,7 +150,7 @@ def _health() -> dict[str, Any]:
         "/v2/health/live": _path(_READ, "Whether the server is alive", live, is_open=True),
         "/v2/health/ready": _path(_READ, "Whether all models are ready", _ok(_JSON, signature.Readiness), is_open=True),
         "/health": _path(_READ, "Whether all models are ready", health, is_open=True),
-        "/health/": _path(_READ, "The same, as TRL before 1.11 asks", health, is_open=True),
+        "/health/": _path(_READ, "The same, for TRL before 1.11", health, is_open=True),
     }
 
 
@@ -158,7 +158,7 @@ def _kserve(names: list[str]) -> dict[str, Any]:
     ready, statistics = _ok(_JSON, signature.Readiness), _ok(_JSON, signature.Statistics)
     paths = dict.fromkeys(("/v2", "/v2/"), _path(_READ, "The server", _ok(_JSON, signature.ServerMetadata)))
     head = {"200": _described("the head")["200"] | {"content": _content(_BINARY, _BYTES)}}
-    head |= _described("the client has it already", 304)
+    head |= _described("the client's copy is current", 304)
     paths["/v2/models/stats"] = _path(_READ, "Statistics of all models in Triton's terms", statistics)
     for version in ("", "/versions/{version}"):
         model, where = "/v2/models/{name}" + version, [_in_path("name", names)]
@@ -208,9 +208,9 @@ def _page(names: list[str]) -> dict[str, Any]:
     model = _in_query("model", {"enum": names})
     beside, until = _in_query("beside", {"enum": names}), _in_query("until", {"type": "number", "exclusiveMinimum": 0})
     files = {"200": _described("the file")["200"] | {"content": {"*/*": {"schema": _TEXT}}}}
-    files |= _described("the browser has it already", 304)
+    files |= _described("the browser's copy is current", 304)
     return {
-        "/": _path(_READ, "The page that shows what is served, and how", files),
+        "/": _path(_READ, "The page", files),
         "/docs": _path(_READ, "The page that shows this document", files),
         "/dashboard/{file}": _path(_READ, "A file of these pages", files, parameters=[file]),
         "/dashboard/snapshot": _path(
@@ -250,7 +250,7 @@ def _tokens(names: list[str]) -> dict[str, Any]:
         paths[path] = _path(_WRITE, form.summary, answered, _in_url(form.url, names), body, error=openai.OpenAIError)
     described, where = _ok(_JSON, tokens.InfoReply), _in_url(Url, names)
     paths[tokens.INFO] = _path(
-        _READ, "A model and the server's limits, as TEI tells them", described, where, error=tei.TEIError
+        _READ, "A model and the server's limits, in TEI's form", described, where, error=tei.TEIError
     )
     return paths
 

@@ -17,9 +17,9 @@ from guerdon.wire.bodies import shown
 from guerdon.wire.tensors import InferRequest, Tensor, integers
 
 PARAMETERS: dict[str, dict[str, Any]] = {
-    "top_k": {"type": "integer", "minimum": 0, "description": "a teacher's likeliest ids of each asked token"},
+    "top_k": {"type": "integer", "minimum": 0, "description": "a teacher's likeliest ids per scored token"},
     "temperature": {"type": "number", "exclusiveMinimum": 0, "description": "divides a teacher's logits"},
-    "start": {"type": "integer", "minimum": 1, "description": "the first token that a teacher is asked about"},
+    "start": {"type": "integer", "minimum": 1, "description": "the first token that a teacher scores"},
     "hidden_dtype": {"type": "string", "enum": ["bfloat16"], "description": "rounds a teacher's hidden states"},
 }
 

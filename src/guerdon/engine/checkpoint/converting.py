@@ -38,7 +38,7 @@ def convert_adapter(checkpoint: StoredCheckpoint, folder: Path, dtype: str = "fl
     the disk is full.
     """
     if checkpoint.adapter is None:
-        raise CheckpointError(f"{checkpoint.folder} holds a whole model", "serve it as it is")
+        raise CheckpointError(f"{checkpoint.folder} holds a whole model", "serve it unconverted")
     _check_new(folder)
     merged = merge(checkpoint, checkpoint.adapter)
     model = merged.model.to(getattr(torch, dtype))

@@ -256,7 +256,7 @@ class TextEncoder:
         A place is the characters' start and end, None of tokens that were added.
         """
         if self._fast is None:
-            return InvalidRequest("the tokenizer does not tell where tokens stand in a text; ask for ids alone")
+            return InvalidRequest("the tokenizer has no offsets of tokens; request ids alone")
         if (error := _not_unicode(text)) is not None:
             return error
         (made,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)

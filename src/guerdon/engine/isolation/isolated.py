@@ -148,7 +148,7 @@ class IsolatedScorer:
         if report.printed:
             log.info("%s: a sample printed %r", name, report.printed[:_MAX_LOGGED_CHARACTERS])
         if report.num_left:
-            log.warning("%s: a sample left %d processes behind, which were ended", name, report.num_left)
+            log.warning("%s: a sample left %d processes running, which were killed", name, report.num_left)
         if report.reason:
             log.warning("%s: a sample %s", name, report.text)
             return self._ended(report.reason, report.text)
@@ -208,7 +208,7 @@ class _Pool:
         except TimeoutError as e:
             raise StartError(
                 f"{what} is not imported within {self._import_s:g} s",
-                "see what it waits for, or allow more by import_deadline_s",
+                "check what it waits for, or raise import_deadline_s",
             ) from e
         except OSError:
             told = None

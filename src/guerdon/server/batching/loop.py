@@ -176,7 +176,7 @@ class Loop:
         self._fail(loss, *self._drop_all(loss))
 
     def fail(self, loss: RanksLost, breaks_s: float) -> None:
-        """Fails waiting jobs at once, and running ones unless they end within `breaks_s`; called from another thread."""
+        """Fails waiting jobs at once, and running ones unless they end within `breaks_s`; for other threads."""
         self.fail_waiting(loss)
         self._join(breaks_s)
         self._fail(loss, *self._running_work())

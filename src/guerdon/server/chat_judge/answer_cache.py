@@ -205,7 +205,7 @@ class AnswerCache:
             return None
         read = _read(os.pread(self._file, place[1], place[0]))
         if read is None or read[0] != key:
-            log.error("%s: the answer at byte %d is damaged, and is asked for again", self._path, place[0])
+            log.error("%s: the answer at byte %d is damaged; its question is repeated", self._path, place[0])
             del self._places[key]
             return None
         return read[2]
@@ -225,7 +225,7 @@ class AnswerCache:
                 at += len(line)
         if num_damaged:
             log.error(
-                "%s: %d of its lines are damaged: these answers are lost, and are asked for again",
+                "%s: %d of its lines are damaged: these answers are lost; their questions are repeated",
                 self._path,
                 num_damaged,
             )

@@ -123,7 +123,7 @@ def decode_record(path: Path) -> Record:
             request.gae, request.rewards, request.advantages = Gae(**meta["gae"]), *map(tensors.get, _MORE)
             is_whole = _digest(request, _ESTIMATES) == meta["estimates"]
         if not is_whole or digest_of(request) != record.digest:
-            raise ValueError("its tensors are not those that were written")
+            raise ValueError("its tensors differ from the written ones")
     return record
 
 
@@ -149,7 +149,7 @@ def _checksum(head: bytes) -> bytes:
 def _payload_bytes(data: bytes) -> int:
     head, checksum = data[: _HEAD.size], data[_HEAD.size : _PAYLOAD]
     if _checksum(head) != checksum:
-        raise ValueError("its length is not what was written")
+        raise ValueError("its length differs from the written one")
     length: int = _HEAD.unpack(head)[2]
     return length
 
@@ -165,5 +165,5 @@ def _meta(payload: bytes) -> dict[str, Any]:
     length = int.from_bytes(payload[:8], "little")
     header = orjson.loads(payload[8 : 8 + length])["__metadata__"]
     if hashlib.sha256(header["record"].encode()).hexdigest() != header["sha256"]:
-        raise ValueError("its head is not what was written")
+        raise ValueError("its header differs from the written one")
     return orjson.loads(header["record"])

@@ -214,8 +214,8 @@ class Journal:
             log.warning("the last record of the journal, %s, is damaged (%s): IT IS LEFT OUT", path, why)
         elif is_cut(path):
             log.critical(
-                "the last record of the journal, %s, is cut (%s): IT IS LEFT OUT, AND IT HAD BEEN ANSWERED: what its "
-                "client was told to be done is lost",
+                "the last record of the journal, %s, is truncated (%s): IT IS LEFT OUT ALTHOUGH IT WAS ANSWERED: an "
+                "acknowledged update is lost",
                 path,
                 why,
             )
@@ -458,14 +458,14 @@ class Store:
                 "to give it up, move it and all records behind it elsewhere",
             ) from error
         if isinstance(error, TrainFailed):
-            log.warning("%s, which nobody was answered to, failed: %s", what, error)
+            log.warning("%s, which was never answered, failed: %s", what, error)
             outcome = TrainOutcome(record.digest, None, str(error), error.num_steps)
             self._finish_replayed(record.request, record.position, outcome)
             return
         self.withdraw(record.position)
         raise StartError(
-            f"{what}, which nobody was answered to, broke the critic down: {error}",
-            "start again: it was taken out of the journal",
+            f"{what}, which was never answered, corrupted the critic: {error}",
+            "start again: it was removed from the journal",
         ) from error
 
     def _check_settings(self, record: Record) -> None:

@@ -103,7 +103,7 @@ def _check_gae(rule: Gae) -> None:
         if not (rule.lam_alpha > 0 and math.isfinite(rule.lam_alpha)):
             raise InvalidRequest(f"lam_alpha is {rule.lam_alpha}; give a number above 0, such as 0.05")
         if rule.lam_policy is not None:
-            raise InvalidRequest("lam_policy and lam_alpha are both given, and each decides the advantages; give one")
+            raise InvalidRequest("lam_policy and lam_alpha exclude each other; send one")
 
 
 def check_metrics(metrics: dict[str, float]) -> None:

@@ -96,8 +96,8 @@ def _check_host(host: bytes | None, names: frozenset[str]) -> None:
     if is_address or (name and (name in names or name.endswith(".localhost"))):
         return
     raise Forbidden(
-        f"{host[:256].decode('latin-1')!r} is not known as a name of this server, which asks for no key (DNS "
-        "rebinding): ask localhost or its address, or start it with `--allowed-hosts NAME`"
+        f"{host[:256].decode('latin-1')!r} is no known name of this server without keys (DNS rebinding): "
+        "use localhost or its address, or start it with `--allowed-hosts NAME`"
     )
 
 

@@ -307,12 +307,14 @@ class _Handlers:
         return _json(status.statistics(self._service, names.get("name", ""), names.get("version", "")))
 
     async def head(self, request: HttpRequest) -> Reply:
-        """Sends a teacher's output head; nothing if the client has it already."""
+        """Sends a teacher's output head; nothing if the client's copy is current."""
         info = self._model(request)
         entry = self._service.catalog.entries.get(info.name)  # sums and operations have none
         served = None if entry is None else entry.loaded()
         if not isinstance(served, Teacher):
-            raise Unsupported(f"{info.name} is no teacher, and gives no head; guerdon serve-teacher serves one")
+            raise Unsupported(
+                f"{info.name} is no teacher, and has no output head; use a model of guerdon serve-teacher"
+            )
         file = await asyncio.to_thread(served.head_file)
         tag = b'"%s"' % file.digest.encode()
         headers = [version_header(file.weights_version), (b"etag", tag)]

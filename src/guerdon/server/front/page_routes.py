@@ -170,7 +170,7 @@ class Pages:
         service, told = self._service, status.server()
         why = status.why_not_ready(service)
         if why and service.critic is not None and service.critic.fault is not None and caller.role < Role.TRAIN:
-            why = "the critic has broken down; whoever has a key of the role train is told why"
+            why = "the critic has failed; a key of the role train can read the reason"
         return {
             "is_ready": status.is_ready(service),
             "why": why,

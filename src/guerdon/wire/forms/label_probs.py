@@ -41,7 +41,7 @@ class SGLangScoreBody(Body, kw_only=True):
     temperature: Temperature = 1.0
     item_first: bool = False
     return_token_logprobs: Annotated[Any, unsupported("the scores are the labels' probabilities")] = None
-    score_extraction_token: Annotated[Any, unsupported("the labels stand behind query and item")] = None
+    score_extraction_token: Annotated[Any, unsupported("the labels follow query and item")] = None
     return_pooled_hidden_states: Annotated[Any, unsupported("KServe's form gives hidden states")] = None
     query_embed_overrides: Annotated[Any, unsupported(_EMBEDDINGS)] = None
     item_embed_overrides: Annotated[Any, unsupported(_EMBEDDINGS)] = None
@@ -215,6 +215,6 @@ def _probs(reply: ScoreReply, labels: np.ndarray, *, over_labels: bool, temperat
         return np.exp(logprobs)
     best = logprobs.max(-1, keepdims=True, initial=-np.inf)
     if np.isneginf(best).any():
-        raise SampleFailed(f"no label is possible behind items[{int(np.isneginf(best[:, 0]).argmax())}]; send others")
+        raise SampleFailed(f"no label is possible after items[{int(np.isneginf(best[:, 0]).argmax())}]; send others")
     shares = np.exp((logprobs - best) / temperature)
     return shares / shares.sum(-1, keepdims=True)

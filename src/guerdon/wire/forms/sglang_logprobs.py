@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 Given = Annotated[int, Meta(ge=-1, le=2**63 - 1, description="a token id")]
 GivenIds = Annotated[list[Given | list[Given] | None], SOME]
-Start = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="the first position that is told, or -1 for none")]
+Start = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="the first position in the reply, or -1 for none")]
 
 
 class Sampling(Keys, kw_only=True):

@@ -51,7 +51,7 @@ def _reward(body: RewardBody, url: RewardUrl) -> FormRequest:
     """The reply is the bare number, or with `key` an object with the number and its `components`."""
     key = url.key
     if key == "components":
-        raise InvalidRequest("the URL has key=components, where a sum's parts stand; name another key")
+        raise InvalidRequest("the URL has key=components, the key of a sum's parts; choose another key")
     if isinstance(body.prompt, str):
         request = pair_samples([body.prompt], [body.response])
         request.completes = url.ending != "false"

@@ -264,14 +264,14 @@ def _or_raise(made: Any) -> Any:
 
 FORMS: dict[str, TokenForm] = {
     "/tokenize": TokenForm(
-        "The token ids of a text or of messages, as vLLM tells them, and TEI",
+        "The token ids of a text or of messages, in vLLM's and TEI's form",
         (TokenizeBody, TEITokenizeBody),
         TokensUrl,
         (TokenizeReply, list[list[TokenSpan]]),
         _tokenize,
     ),
     "/detokenize": TokenForm(
-        "The text of token ids, as vLLM tells it", (DetokenizeBody,), Url, (DetokenizeReply,), _detokenize
+        "The text of token ids, in vLLM's form", (DetokenizeBody,), Url, (DetokenizeReply,), _detokenize
     ),
 }
 """The forms that ask a model's tokenizer, by path; errors are vLLM's."""

@@ -50,7 +50,7 @@ from guerdon.wire.forms.sample_options import (
 from guerdon.wire.score_tensors import scores_of
 
 _RENDER = "the server renders messages by the checkpoint's own template; send input, rendered"
-_AS_IT_STANDS = "a conversation is scored as it stands; send input, rendered"
+_AS_IT_STANDS = "conversations are scored whole; send rendered input"
 CUT = "cut the texts before they are sent"
 PUT_INTO_PROMPTS = "put it into the prompts"
 _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
