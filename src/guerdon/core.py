@@ -76,7 +76,7 @@ class Sequence:
     second_start: int | None = None
 
     def step_ends(self, separator_ids: tuple[int, ...]) -> np.ndarray:
-        """Returns `steps`, else the last token of each separator behind the prompt: int64 `[K]`."""
+        """Returns `steps`, else the last token of each separator after the prompt: int64 `[K]`."""
         if self.steps is not None or not 0 < len(separator_ids) <= len(self.tokens):
             return np.empty(0, np.int64) if self.steps is None else self.steps
         windows = np.lib.stride_tricks.sliding_window_view(self.tokens, len(separator_ids))

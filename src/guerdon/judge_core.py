@@ -259,7 +259,7 @@ class PlanOfSingles:
 
     A criterion's value is the labels' mean, or the likeliest label's value. A sample fails if one of its questions
     failed, or if a criterion leaves more than `max_other_mass` to other tokens. Attributes are the criteria's values,
-    and OTHER_MASS behind them.
+    and OTHER_MASS after them.
     """
 
     def __init__(self, rubric: Rubric, samples: list[Sample | InvalidRequest]) -> None:

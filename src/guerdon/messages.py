@@ -32,7 +32,7 @@ def response(conversation: Any) -> str:
 
 
 def transcript(conversation: Sequence[Message]) -> str:
-    """Returns a conversation as one text: a single user's message as it is, several each behind its role.
+    """Returns a conversation as one text: a single user's message as it is, several each after its role.
 
     Raises InvalidRequest if a message is malformed.
     """

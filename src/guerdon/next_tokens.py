@@ -16,7 +16,7 @@ NEXT_TOKENS = "next_tokens"
 
 @dataclass(slots=True, eq=False)
 class NextTokenRequest(ScoreRequest):
-    """Asks a teacher, or the model of a judge without its rubric, for the log-probs of `ids` behind each sample.
+    """Asks a teacher, or the model of a judge without its rubric, for the log-probs of `ids` after each sample.
 
     The text or token ids `shared` precede each sample, or follow it if `is_item_first`. Both parts are tokenised by
     themselves, a text of `shared` with special tokens if `shared_special_tokens`. `ids` are int64 `[G]`. Nobody reads

@@ -107,7 +107,7 @@ class LogprobQuery:
         if given.ndim == 2 and len(given) < num_asked:
             return f"ids are given for {len(given)} positions, and {num_asked} tokens are asked"
         if given.ndim == 2 and (given[num_asked:] != -1).any():
-            return f"ids are given for more than the {num_asked} tokens that are asked; pad the rows behind with -1"
+            return f"ids are given for more than the {num_asked} tokens that are asked; pad the rows after them with -1"
         strange = given[(given < -1) | (given >= vocab_size)]
         if len(strange):
             return f"the given id {strange[0]} is outside the vocabulary (0 to {vocab_size - 1}; -1 is a pad)"
@@ -121,7 +121,7 @@ class TokenLogprobs:
     `logprobs` and `entropy` (natural logarithms) are float32 `[n]`; `ranks` are int32 `[n]`, how many ids are at least
     as likely as the actual token, itself included. `top_ids` int32 and `top_logprobs` float32, both `[n,top_k]`, are
     the likeliest ids, best first. `given_logprobs` are float32 `[n,G]`, 0 at pads. `next_ids` int32 and `next_logprobs`
-    float32, both `[max(1,top_k)]`, are the likeliest ids behind the last token.
+    float32, both `[max(1,top_k)]`, are the likeliest ids after the last token.
 
     Row r of `hidden`, `[n,H]`, is the head's input for the r-th scored token: float32 or float16, or uint16 with the
     bits of bfloat16.

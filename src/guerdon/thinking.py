@@ -41,7 +41,7 @@ def answer_of(text: str) -> str | None:
 
 
 def behind_thinking(text: str) -> str | None:
-    """Returns the text behind the thinking that it begins with; None if that has no end.
+    """Returns the text after the thinking that it begins with; None if that has no end.
 
     Tags further on are the answer's own. The opening tag may have been in the prompt.
     """

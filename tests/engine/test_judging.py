@@ -35,7 +35,7 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ("{yes: 1, n: 0}", "behind the criterion right the label 'yes' is 3 tokens, and must be one"),
+        ("{yes: 1, n: 0}", "after the criterion right the label 'yes' is 3 tokens, and must be one"),
         ("{y: 1, '': 0}", "the label '' is 0 tokens, and must be one"),
     ],
 )
@@ -47,7 +47,7 @@ def test_a_label_is_one_token(labels: str, message: str, model: Path) -> None:
 def test_a_label_that_changes_the_token_before_it_is_refused(raw: Path) -> None:
     """The vocabulary has a token `th`, so that `h` behind a `t` is no token of its own."""
     rubric = judged.RUBRIC.replace("Kind?", "Is it kind? But").replace("{y: 1", "{h: 1")
-    with pytest.raises(ConfigError, match="behind the criterion kind the label 'h' is no token of its own"):
+    with pytest.raises(ConfigError, match="after the criterion kind the label 'h' is no token of its own"):
         build(raw, rubric)
 
 

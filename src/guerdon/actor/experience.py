@@ -1,7 +1,7 @@
 """A step's experience: its rollouts, and log-probs of policy and reference, as tables on the CPU.
 
 Tables are float32 `[B, R]`: B responses with a reward, the longest of R tokens. Entry r of a row is about the
-response's token r, the action in the state after token P + r - 1; behind a response all tables are 0.
+response's token r, the action in the state after token P + r - 1; after a response all tables are 0.
 """
 
 from __future__ import annotations

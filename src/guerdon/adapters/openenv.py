@@ -71,7 +71,7 @@ def _classes() -> tuple[type[Any], type[Any]]:
         def _make_sample(self, action: Any, observation: Any) -> ScoreArgs:
             messages = [*self._to_messages(action, observation)]
             if len(messages) < 2 or messages[-1].get("role") != "assistant":
-                raise InvalidRequest("to_messages has to return a prompt's messages and the assistant's behind them")
+                raise InvalidRequest("to_messages has to return a prompt's messages and the assistant's after them")
             sample = make_samples([messages[:-1]], [messages[-1:]])
             return sample if self._to_label is None else {**sample, "labels": [self._to_label(action, observation)]}
 

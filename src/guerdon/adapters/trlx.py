@@ -154,7 +154,7 @@ class TextScorer:
         """Appends an EOS to each sample and scores it at its first EOS; raises if a sample gets no reward.
 
         Samples that the reward model's chat template has made end as it ends an answer, and are scored there: it may
-        write an EOS behind every turn.
+        write an EOS after every turn.
         """
         self._check_tokenizer()
         whole = [] if self._ending is None else [self._ending.complete(sample) for sample in samples]
@@ -163,7 +163,7 @@ class TextScorer:
         if whole and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "the chat template of the reward model has not made the sample %r: it is scored at an EOS behind it",
+                "the chat template of the reward model has not made the sample %r: it is scored at an EOS after it",
                 samples[whole.index(None)][:80],
             )
         eos = self._tokenizer.eos_token_id

@@ -84,7 +84,7 @@ def describe_ending(name: str, ending: Ending | None, outputs: Collection[str]) 
     what = f"{name}: the chat template ends an answer with {ending}"
     if "rewards" in outputs:
         return f"{what}; {NEEDS_ENDING}"
-    return f"{what}; it is asked as a part of a conversation's answer, and not behind a response to messages"
+    return f"{what}; it is asked as a part of a conversation's answer, and not after a response to messages"
 
 
 def describe_places(places: Mapping[str, Iterable[str]]) -> str:

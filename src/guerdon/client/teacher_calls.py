@@ -26,9 +26,9 @@ class TeacherArgs(TypedDict, total=False):
 
     `texts` are whole, as for `RewardClient.score`; `responses` are those to `prompts`, or to conversations in
     `messages`, and each is tokenised together with its prompt. Asked are all tokens but the first, of `tokens` those
-    behind the first `prompt_lengths`, of `texts` those behind the `prompts` that they begin with, and of `responses`
+    after the first `prompt_lengths`, of `texts` those after the `prompts` that they begin with, and of `responses`
     their own; of `messages` alone those of the assistant's message that ends them, and of what the chat template writes
-    behind it. `temperature` (1) divides the logits, `entropy` (False) asks for the entropies too. `priority` and
+    after it. `temperature` (1) divides the logits, `entropy` (False) asks for the entropies too. `priority` and
     `timeout_s` are as for `RewardClient.score`.
     """
 

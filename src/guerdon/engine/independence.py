@@ -26,7 +26,7 @@ from guerdon.engine.microbatches import MicroBatch
 from guerdon.engine.native.library import find
 
 _LEAF = 5
-"""Tokens of a row behind its prompt: a state that is carried from row to row is strongest at their beginning."""
+"""Tokens of a row after its prompt: a state that is carried from row to row is strongest at their beginning."""
 _ROWS = 3
 """Rows of their own, and as many siblings."""
 WINDOW = 20

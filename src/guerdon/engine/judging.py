@@ -109,7 +109,7 @@ class JudgeEngine:
         self._teacher.discard()
 
     def render(self, subject: Sample | Pair) -> list[str | InvalidRequest]:
-        """Returns the question of each criterion, with the first label behind it."""
+        """Returns the question of each criterion, with the first label after it."""
         return render(self._text, self.rubric, subject, self.rubric.labels[0])
 
     def explain(self, said: TokenLogprobs) -> str:

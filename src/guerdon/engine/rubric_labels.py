@@ -1,4 +1,4 @@
-"""A rubric's questions as texts, and the tokens that its labels are behind them."""
+"""A rubric's questions as texts, and the tokens that its labels are after them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def try_subjects(rubric: Rubric) -> list[Sample | Pair]:
 
 
 def render(text: TextEncoder, rubric: Rubric, subject: Sample | Pair, label: str = "") -> list[str | InvalidRequest]:
-    """Returns the question of each criterion, by the chat template if there is one, with a label behind it."""
+    """Returns the question of each criterion, by the chat template if there is one, with a label after it."""
     questions = rubric.render(subject)
     if not text.takes_messages:
         before = f"{rubric.system}\n\n" if rubric.system else ""
@@ -89,13 +89,13 @@ def _find_ids(text: TextEncoder, rubric: Rubric) -> np.ndarray:
             if len(added) != 1 or not np.array_equal(row[:-1], before):
                 what = f"{len(added)} tokens" if np.array_equal(row[: len(before)], before) else "no token of its own"
                 raise ConfigError(
-                    f"{rubric.path}: behind the criterion {name} the label {label!r} is {what}, and must be one",
+                    f"{rubric.path}: after the criterion {name} the label {label!r} is {what}, and must be one",
                     "choose a label that is one token, with a leading space if the template ends with a word, or "
                     "another end of the template",
                 )
             if found.setdefault(label, int(added[0])) != added[0]:
                 raise ConfigError(
-                    f"{rubric.path}: the label {label!r} is another token behind the criterion {name}",
+                    f"{rubric.path}: the label {label!r} is another token after the criterion {name}",
                     "end the template with words of its own",
                 )
     ids = [*found.values()]

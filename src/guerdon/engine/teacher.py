@@ -179,7 +179,7 @@ class _Form:
 class _Asked:
     """One sequence's query of one micro-batch: indices of the states that it reads, and the tokens they predict.
 
-    `at` and `targets` are int64 `[N]`, and `given` is int64 `[N,G]`; behind the last token the target means nothing.
+    `at` and `targets` are int64 `[N]`, and `given` is int64 `[N,G]`; after the last token the target means nothing.
     """
 
     number: int

@@ -40,7 +40,7 @@ def truncated(s: Sequence, cut: Truncation) -> Sequence:
 
 
 def find_loss(s: Sequence, cut: Truncation) -> InvalidRequest | None:
-    """Returns an error if `truncated` would leave nothing of the response behind a prompt of known length."""
+    """Returns an error if `truncated` would leave nothing of the response after a prompt of known length."""
     if cut.max_tokens is None or s.prompt_length is None or cut.side == "left":
         return None
     has_response = len(s.tokens) > max(cut.max_tokens, s.prompt_length)

@@ -13,7 +13,7 @@ from guerdon.training.algorithms.advantages import adaptive_lams, gae
 
 
 def read_rows(tokens: np.ndarray, mask: np.ndarray, num_more: int) -> dict[int, np.ndarray]:
-    """Returns the rows that have a masked token, by number, cut `num_more` tokens behind the last masked one."""
+    """Returns the rows that have a masked token, by number, cut `num_more` tokens after the last masked one."""
     counts, width = mask > 0, mask.shape[1]
     found = np.flatnonzero(counts.any(axis=1)).tolist()
     return {i: tokens[i, : width - int(counts[i, ::-1].argmax()) + num_more] for i in found}

@@ -41,7 +41,7 @@ Loss = Callable[[Tensor, Tensor | None, np.ndarray], tuple[Tensor, PolicyLossSta
 class Logprobs:
     """Log-probs of B responses: float32 `[B,R]` on the CPU, without gradients.
 
-    Entry r of a row is about the response's token r, and 0 behind the response; `entropies` only if requested.
+    Entry r of a row is about the response's token r, and 0 after the response; `entropies` only if requested.
     """
 
     logprobs: Tensor

@@ -241,7 +241,7 @@ class StoredShards:
 def _expected_shape(found: tuple[int, ...], own: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape that the files should cover: the stored one, or the model's own if the stored one is smaller.
 
-    Files do not show that shards behind the last stored one are missing.
+    Files do not show that shards after the last stored one are missing.
     """
     is_short = len(found) == len(own) and all(a <= b for a, b in zip(found, own, strict=True))
     return own if is_short else found

@@ -17,7 +17,7 @@ _NO_UNITS = re.compile(
     "(arc)?(sin|cos|tan)h?|cot|sec|csc|log|exp|sqrt|gcd|lcm|max|min|mod|det|inf|infinity|percent|percentage|pct|and",
     re.IGNORECASE,
 )
-"""Matches words behind a number that are mathematics."""
+"""Matches words after a number that are mathematics."""
 
 _SYMBOLS = str.maketrans(
     {"\u2212": "-", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2044": "/", "\u221e": "\\infty"}
@@ -143,7 +143,7 @@ def _from_last_box(text: str) -> str:
 
 
 def _end_of_group(text: str, start: int) -> int:
-    """Returns where the braces that open behind `start` are closed."""
+    """Returns where the braces that open after `start` are closed."""
     depth = 0
     for found in re.compile(r"[{}]").finditer(text, start):
         depth += 1 if found[0] == "{" else -1

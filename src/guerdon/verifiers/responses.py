@@ -25,7 +25,7 @@ _MAX_PARSED = 2_000_000
 
 
 def answer_of(response: str) -> str:
-    """Returns the text behind the response's thinking; nothing if it only thinks."""
+    """Returns the text after the response's thinking; nothing if it only thinks."""
     return behind_thinking(response) or ""
 
 
@@ -77,7 +77,7 @@ def _line(state: StateBlock, line: int) -> str:
 
 
 def _opens(state: StateBlock, line: int, marker: str) -> bool:
-    """Whether the line is a fence with one word behind it."""
+    """Whether the line is a fence with one word after it."""
     text = _line(state, line)
     return text.startswith(marker) and bool(_WORD.fullmatch(text.lstrip(marker[0]).strip()))
 

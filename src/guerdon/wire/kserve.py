@@ -36,7 +36,7 @@ class TensorParameters(msgspec.Struct, omit_defaults=True):
 
 
 class TensorBody(msgspec.Struct, omit_defaults=True):
-    """A tensor; its elements are `data`, flat or nested in row order, or bytes behind the JSON."""
+    """A tensor; its elements are `data`, flat or nested in row order, or bytes after the JSON."""
 
     name: Annotated[str, Meta(min_length=1, description="a name")]
     datatype: Annotated[str, Meta(extra_json_schema=_DATATYPES)]
@@ -145,7 +145,7 @@ def decode_reply(body: bytes, header_length: int | None) -> InferReply:
 
 
 def _split(body: bodies.Octets, header_length: int | None, kind: type[Head]) -> tuple[Head, memoryview]:
-    """Returns the JSON, and the bytes behind it."""
+    """Returns the JSON, and the bytes after it."""
     if header_length is None:
         header_length = len(body)
     elif not 0 < header_length <= len(body):

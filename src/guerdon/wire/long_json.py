@@ -60,7 +60,7 @@ class Malformed(Exception):
 
 
 class _Read(typing.NamedTuple):
-    """A value, the position behind it, and a short JSON text of the same type."""
+    """A value, the position after it, and a short JSON text of the same type."""
 
     value: Any
     end: int
@@ -86,7 +86,7 @@ class _Reader:
         self._explain = explain
 
     def value(self, at: int, hint: Any, path: str, depth: int) -> _Read:
-        """Reads the value that begins at or behind the position."""
+        """Reads the value that begins at or after the position."""
         at = self.skip_space(at)
         first = self._bytes(at, at + 1)
         if first in (b"[", b"{"):
@@ -179,7 +179,7 @@ class _Reader:
         return _Read(made, end, b"{}" if hint is msgspec.Raw else msgspec.json.encode(_shortened(made)))
 
     def _walk(self, at: int, closer: bytes, short: Callable[[int, int], None], long: Callable[[int], int]) -> int:
-        """Reads a list or object from behind its bracket on; returns its end.
+        """Reads a list or object from after its bracket on; returns its end.
 
         Calls `short` with the span of several short elements or pairs, and `long` with the start of a long one, which
         returns its end.
@@ -203,7 +203,7 @@ class _Reader:
             at, is_first = at + 1, False
 
     def _end_of_string(self, at: int) -> int:
-        """Returns the position behind the string that begins there."""
+        """Returns the position after the string that begins there."""
         first = at = at + 1
         while block := self._bytes(at, at + PIECE):
             found = (clean := _without_escapes(block)).find(b'"')

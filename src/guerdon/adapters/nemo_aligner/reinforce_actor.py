@@ -205,7 +205,7 @@ class ReinforceActor:
         taken = (weights > 0).any(-1)
         mask, tokens = weights[taken], batch["response_tokens"][taken]
         advantages = (batch["rewards_with_kl"] - batch["baseline"]).float()
-        # A row's actions begin where its prompt ends; nothing behind the last action is computed.
+        # A row's actions begin where its prompt ends; nothing after the last action is computed.
         starts = (mask > 0).int().argmax(-1) + 1
         ends = mask.shape[1] - (mask > 0).flip(-1).int().argmax(-1) + 1
         loss = _Loss(_from_first(mask, starts, ends), advantages[taken])

@@ -17,7 +17,7 @@ _PROBES = (("a", "b c d"), ("b c d", "a"))
 class PairTemplate:
     """The special tokens `before`, `between` and `after` two texts.
 
-    Token types are 0 up to `num_first` tokens behind the first text, and 1 from there on; None if all are 0.
+    Token types are 0 up to `num_first` tokens after the first text, and 1 from there on; None if all are 0.
     """
 
     before: tuple[int, ...] = ()

@@ -284,7 +284,7 @@ def describe(
         eos_token_id=eos_token_id,
         takes_text=encoder is not None,
         takes_messages=encoder is not None and encoder.takes_messages,
-        # Truncation on the right has to leave something behind the prompt.
+        # Truncation on the right has to leave something after the prompt.
         takes_prompts=reads_pairs or (encoder is not None and (steps is not None or config.truncation == "right")),
         reads_pairs=reads_pairs,
         weights_version=weights_version,

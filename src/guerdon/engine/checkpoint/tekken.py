@@ -1,7 +1,7 @@
 """Converts Mistral's `tekken.json` to a `tokenizers.Tokenizer`, the same with every version of transformers.
 
 The file lists byte strings by rank, as tiktoken does, and a pattern that splits texts. Ids begin with the special
-tokens; behind them come the ranks.
+tokens; after them come the ranks.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def _check_ids(pipeline: Tokenizer, own: dict[int, AddedToken], folder: Path) ->
     for content, i in ids.items():
         if content not in known and (given := pipeline.token_to_id(content)) != i:
             raise CheckpointError(
-                f"{folder} declares the token {content!r} as {i}, and behind those of {PIPELINE} it is {given}",
+                f"{folder} declares the token {content!r} as {i}, and after those of {PIPELINE} it is {given}",
                 f"save the tokenizer again, so that {PIPELINE} has the token",
             )
 

@@ -76,7 +76,7 @@ class FairQueue:
         return (job for line in self._lines.values() for *_, job in line.jobs if job.waiting)
 
     def push(self, job: Job) -> None:
-        """Adds a job behind the client's others of its priority."""
+        """Adds a job after the client's others of its priority."""
         line = self._lines.get(job.client)
         if line is None:
             line = self._lines[job.client] = _Line(self._left_at.pop(job.client, 0))

@@ -1,6 +1,6 @@
 """What judges answered, by content: on the disk before it is used, so that no question is paid for twice.
 
-The file has one line of JSON for each answer, behind a checksum. A crash may leave the last lines torn: the next start
+The file has one line of JSON for each answer, after a checksum. A crash may leave the last lines torn: the next start
 drops them, and nothing else of them was used. A damaged line between good ones is logged, and its question repeated.
 """
 

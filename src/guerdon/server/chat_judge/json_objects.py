@@ -41,7 +41,7 @@ class ObjectFinder:
     def value(self, text: str) -> Any:
         """Returns the key's value in that object.
 
-        Raises NoObject if there is none, if the key appears behind it in a list, in an inner object or in a malformed
+        Raises NoObject if there is none, if the key appears after it in a list, in an inner object or in a malformed
         one, if the object has the key twice, if braces do not match, or if anything is nested too deep.
         """
         found, is_hidden, at, num_broken = None, False, 0, 0

@@ -16,7 +16,7 @@ from guerdon.wire.chat_completions import ChatAnswer
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?", re.ASCII)
 _SHOWN = 120
 _AROUND = 20
-"""Characters before and behind a verdict that are shown with it."""
+"""Characters before and after a verdict that are shown with it."""
 
 
 class Unreadable(Exception):

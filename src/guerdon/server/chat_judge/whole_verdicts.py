@@ -48,13 +48,13 @@ _TAKEN_BACK = re.compile(
     rf"(?:{_CONTRAST}|{_RETRACTION})[^.!?\n]{{0,40}}?(?<![\w.])\d+(?:[.,/]\d+)?\s*(?:[.,;!?)*/]|$|\n|out\s+of|of\s+\d)",
     re.IGNORECASE,
 )
-"""Matches another number behind a number, which nothing is counted by."""
+"""Matches another number after a number, which nothing is counted by."""
 _CONTEXT = 24
 """Characters of the text that are looked at before a verdict."""
 
 
 def is_taken_back(text: str, end: int, others: Iterable[str] | None = None) -> bool:
-    """Whether the sentence behind a verdict, which ends at `end`, names another, such as `good, but bad`.
+    """Whether the sentence after a verdict, which ends at `end`, names another, such as `good, but bad`.
 
     Others are `others`; without them, numbers.
     """

@@ -455,7 +455,7 @@ class Store:
             raise StartError(
                 f"record {record.position} of the journal ({what}) cannot be done again: {error}",
                 "mend the cause (memory, a missing checkpoint) and start again, since it may have been acknowledged; "
-                "to give it up, move it and all records behind it elsewhere",
+                "to give it up, move it and all records after it elsewhere",
             ) from error
         if isinstance(error, TrainFailed):
             log.warning("%s, which was never answered, failed: %s", what, error)

@@ -141,7 +141,7 @@ def gae(
 
         delta_t = r_t + gamma V_{t+1} - V_t      A_t = delta_t + gamma lam A_{t+1}      returns = A + V
 
-    V and A are 0 behind the last token. `rewards` (of `token_rewards`), `values`, `mask` and both results are float32
+    V and A are 0 after the last token. `rewards` (of `token_rewards`), `values`, `mask` and both results are float32
     `[B, T]`. Masked tokens are skipped as if absent, as in verl, so that a tool's output between two turns neither cuts
     nor discounts. Results are 0 where the mask is. `lam` is a number, or float64 `[B]`, one for each sequence, as of
     `adaptive_lams`. Raises ValueError for other shapes or dtypes and for `gamma` or `lam` outside [0, 1].

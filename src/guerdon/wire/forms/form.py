@@ -50,7 +50,7 @@ def unsupported(reason: str, *fine: Any) -> Meta:
 
 
 class Url(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The keys behind the URL's `?`; others are refused, so that a misspelt one is not lost."""
+    """The keys after the URL's `?`; others are refused, so that a misspelt one is not lost."""
 
     model: str = ""
 

@@ -14,7 +14,7 @@ TASK, FAILURE = "_ng_task_index", "_ng_failure_class"
 """Keys that Gym adds to a rollout."""
 
 _NESTED = ("reward_components", "components")
-"""Objects whose numbers count as well, each under its own name behind theirs."""
+"""Objects whose numbers count as well, each under its own name after theirs."""
 
 
 _LARGEST = float(np.finfo(np.float64).max) / MAX_ROWS

@@ -1,4 +1,4 @@
-"""SGLang's `/v1/score` and vLLM's `/generative_scoring`: how likely labels are as the token behind a query and an item.
+"""SGLang's `/v1/score` and vLLM's `/generative_scoring`: how likely labels are as the token after a query and an item.
 
 Both ask a language model, a teacher or a judge's without its rubric. All items share the query.
 """

@@ -34,7 +34,7 @@ Sequences = Annotated[
 
 
 class SequenceLogprobsBody(Body, kw_only=True):
-    """Asks about the tokens behind each prompt; `logprobs_temperature` is ours, `temperature` changes nothing."""
+    """Asks about the tokens after each prompt; `logprobs_temperature` is ours, `temperature` changes nothing."""
 
     example: ClassVar[str] = '{"sequences": [[5, 6, 7, 8]], "prompt_lengths": [2], "top_logprobs": 20}'
     sequences: Sequences
@@ -53,7 +53,7 @@ class SequenceLogprobs(msgspec.Struct):
 
 
 class BinarySequenceLogprobs(msgspec.Struct):
-    """Float32 and int32 arrays `shape`, those of the actual tokens `[B,W,1]`; minus infinity and 0 behind a row."""
+    """Float32 and int32 arrays `shape`, those of the actual tokens `[B,W,1]`; minus infinity and 0 after a row."""
 
     logprobs_b64: InBase64
     token_ids_b64: InBase64
@@ -123,7 +123,7 @@ def _in_json(said: list[TokenLogprobs], tokens: list[np.ndarray], lengths: list[
 
 
 def _rows(one: TokenLogprobs, row: np.ndarray, length: int, name: str) -> Iterator[str]:
-    """Yields for each token behind the prompt a list of that field of its entries, best first."""
+    """Yields for each token after the prompt a list of that field of its entries, best first."""
     if length == 0:
         yield "[]"  # nothing predicts the first token
     for part in Entries.of(one, row[max(1, length) :]):

@@ -337,7 +337,7 @@ def _check_rows(rows: int, start: int, tokens: int) -> None:
     if start + rows != tokens - 1:
         raise InvalidRequest(
             f"prompt_logprob_token_ids has {rows} rows from row {start} on, and the prompt of {tokens} tokens has "
-            f"{tokens - 1} of them; send {max(0, tokens - 1 - start)}, one for each token behind that row"
+            f"{tokens - 1} of them; send {max(0, tokens - 1 - start)}, one for each token after that row"
         )
 
 
@@ -424,7 +424,7 @@ def _next_tokens(said: TokenLogprobs, count: int | None) -> NextTokens | None:
 
 
 def _text(text: Decodes | None, tokens: np.ndarray, new: list[int], *, echoes: bool) -> str:
-    """Returns the text of the next token, behind that of the prompt if it `echoes`; empty without a tokenizer."""
+    """Returns the text of the next token, after that of the prompt if it `echoes`; empty without a tokenizer."""
     if text is None:
         return ""
     piece = text.pieces(np.array([*tokens[-CONTEXT:], *new], np.int64))[-1] if new else ""
