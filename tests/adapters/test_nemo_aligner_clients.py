@@ -270,7 +270,7 @@ def test_pytriton_is_never_sent_a_train_twice(triton: tuple[Any, int]) -> None:
     server.kill()
     with pytest.raises(Unreachable) as caught:
         future.result(timeout=10.0)
-    assert "not sent again" in str(caught.value.__notes__)
+    assert "not retried" in str(caught.value.__notes__)
 
 
 def test_the_adapter_itself_needs_no_torch() -> None:

@@ -242,7 +242,7 @@ def test_dense_rewards_are_the_values_of_the_outputs_tokens(host: str) -> None:
         reward_fn(**texts, tokenizer=other)
     with pytest.raises(InvalidRequest, match="dense rewards need prompts"):
         reward_fn(["5 6"])
-    with pytest.raises(InvalidRequest, match="gives no values"):
+    with pytest.raises(InvalidRequest, match="has no values"):
         by_numbers(host, dense=True)(**texts)
 
 

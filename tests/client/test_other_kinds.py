@@ -120,7 +120,7 @@ def test_only_a_teacher_has_a_head(name: str, urls: dict[str, tuple[str, str]]) 
 async def test_a_name_that_is_not_served_is_told_by_all_clients(urls: dict[str, tuple[str, str]]) -> None:
     for url in urls["teacher"]:
         for client, says in (
-            (AsyncRewardClient(url, "x"), "RewardClient needs a model with rewards, such as of guerdon serve"),
+            (AsyncRewardClient(url, "x"), "RewardClient needs a model with rewards, such as guerdon serve offers"),
             (AsyncTeacherClient(url, "x"), "TeacherClient needs a model of guerdon serve-teacher"),
             (AsyncCriticClient(url, "x"), "CriticClient needs the models of guerdon serve-critic"),
         ):

@@ -161,7 +161,7 @@ def test_a_request_without_an_id_is_sent_once(last: Unavailable) -> None:
     errand = dataclasses.replace(errand, may_repeat=lambda signature: "report" in signature.outputs)
     with pytest.raises(type(last), match=str(last)) as raised:
         world.run(world.caller.ask(errand))
-    assert "not sent again" in raised.value.__notes__[0]
+    assert "not retried" in raised.value.__notes__[0]
     # An overloaded server has not taken it, and where there was no connection none has got it.
     assert len([t for t in world.trace() if t.startswith("Infer")]) == 3
     assert world.outstanding() == [0, 0]

@@ -133,7 +133,7 @@ def test_logits_without_torch_say_what_to_install(server: RunningServer, monkeyp
     with TeacherClient(server.http_url, "llama") as client:
         head = client.head()
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(GuerdonError, match=r"computed by torch, which is not installed: pip install .*server"):
+    with pytest.raises(GuerdonError, match=r"logits need torch, which is not installed: pip install .*server"):
         head.logits(np.zeros((1, zoo.HIDDEN), np.float32))
 
 

@@ -195,7 +195,7 @@ def test_an_answered_last_record_that_is_cut_is_left_out_and_said(
     with caplog.at_level(logging.WARNING), Driver(tmp_path) as critic:
         assert critic.trainer.weight == after([A, B]) and critic.trainer.step == 2
     (said,) = (record for record in caplog.records if record.levelno == logging.CRITICAL)
-    assert "IT HAD BEEN ANSWERED" in said.getMessage() and last.name in said.getMessage()
+    assert "ALTHOUGH IT WAS ANSWERED" in said.getMessage() and last.name in said.getMessage()
 
 
 def test_an_answered_last_record_with_wrong_content_stops_the_start(tmp_path: Path) -> None:

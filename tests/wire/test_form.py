@@ -59,7 +59,7 @@ def test_an_unknown_key_in_the_url_is_refused(path):
         ("/get_reward", ONE["/get_reward"], {"extra_logs": "0"}, "extra_logs is '0'; send true or false"),
         ("/classify", {"input": "a"}, {"raw_scores": "false"}, r"it takes model, add_special_tokens, use_activation,"),
         ("/classify", {"input": "a"}, {"use_activation": "yes"}, "use_activation is 'yes'; send true or false"),
-        ("/reward", ONE["/reward"], {"key": "components"}, "key=components, where a sum's parts stand"),
+        ("/reward", ONE["/reward"], {"key": "components"}, "key=components, the key of a sum's parts"),
     ],
 )
 def test_wrong_keys_in_the_url_are_named(path, body, query, message):

@@ -56,7 +56,7 @@ TABLE: dict[str, Definition] = {
     "guerdon_e2e_request_latency_seconds": Definition("latency", Histogram,
         "From the complete request head to the answer or error.", _M, SECONDS),
     "guerdon_request_queue_time_seconds": Definition("latency", Histogram,
-        "From decoding until the last sequence starts; includes tokenising.", _M, SECONDS),
+        "From the decoded request until its last sequence starts; includes tokenising.", _M, SECONDS),
     "guerdon_request_inference_time_seconds": Definition("latency", Histogram,
         "Time of the batches with sequences of one request.", _M, SECONDS),
     "guerdon_batch_seconds": Definition("batches", Histogram, "Time of one batch.", _M, SECONDS),
