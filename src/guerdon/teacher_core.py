@@ -20,8 +20,8 @@ MAX_ANSWER_BYTES = 1 << 30
 class LogprobQuery:
     """A query about one sequence of T tokens.
 
-    Asked are n = T - `start` tokens, those from position `start` to the end; it is at least 1, because nothing predicts
-    the first token. If it is None, the response's tokens are asked, or without a prompt's length all but the first.
+    It scores the n = T - `start` tokens from position `start` on; `start` is at least 1, because the first token has no
+    log-prob. If it is None, the response's tokens are asked, or without a prompt's length all but the first.
 
     `top_k` is how many of the likeliest ids are wanted at each of these positions. `given` are ids whose log-probs are
     wanted: int64 `[n,G]`, more rows only if they hold nothing but pads, or `[G]`, the same ids at every position. -1 is

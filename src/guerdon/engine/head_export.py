@@ -64,7 +64,7 @@ def rebuild(hidden: Tensor, tensors: dict[str, Tensor], scale: float, soft_cap: 
 
 
 def _check(head: OutputHead, tensors: dict[str, Tensor], scale: float, soft_cap: float | None, name: str) -> None:
-    """Raises Unsupported unless the logits are those of the model's own code."""
+    """Raises Unsupported unless the logits equal the model's own."""
     weight = tensors["weight"]
     if weight.shape[1] == head.width:
         states = torch.randn(8, head.width, generator=torch.Generator().manual_seed(0)).to(weight)

@@ -104,7 +104,7 @@ def _cause(loaded: LoadedTrunk) -> str:
 def _best_path(forward: Forward, *, gradients: bool, shares: bool) -> tuple[str, str, str, str]:
     """Returns the first path that passes on all ranks, why no better one does, and what is proved of its neighbours.
 
-    At last, on a CPU, why a row's bits may depend on its batch on any rank, empty if they do not.
+    On a CPU also the reason why a row's bits may depend on its batch on any rank, empty if they do not.
     """
     info = forward.info
     rows = probe_rows(info.vocab_size, info.max_length, forward.pad_token_id)

@@ -98,7 +98,7 @@ class Sum:
     def renew(self, infos: ListLike[ModelInfo]) -> None:
         """Updates the components after a hot swap; new weights start new statistics.
 
-        Those of the previous weights are kept for replies in progress.
+        The previous weights' statistics are kept for replies in progress.
         """
         self.info = _info(self._config, infos)
         self._infos = infos

@@ -88,7 +88,7 @@ class CriticTrainer:
             part += f": adapters on {lora.adapted_share(loaded.trunk):.1%} of the layers' weights, and the head"
         log.info("%s: %s", config.name, part)
         facts = {**_settings_in_version(config), **self._must_match()}
-        for name in FREEZING:  # without them a version is what it was before they existed
+        for name in FREEZING:  # without them versions stay as before these settings existed
             if facts[name] is None:
                 del facts[name]
         self._history = _digest(json.dumps(facts, sort_keys=True))

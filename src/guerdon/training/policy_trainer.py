@@ -125,7 +125,7 @@ class PolicyTrainer:
 
     @property
     def learning_rate(self) -> float:
-        """That of the next step."""
+        """The learning rate of the next step."""
         return self._optimiser.learning_rate
 
     @property

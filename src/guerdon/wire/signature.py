@@ -99,7 +99,7 @@ class Liveness(TypedDict):
 
 
 class Readiness(TypedDict):
-    """Of the server, or of the model that `name` names."""
+    """Metadata of the server, or of the model `name`."""
 
     name: NotRequired[str]
     ready: bool

@@ -104,7 +104,7 @@ class Room:
     def check_time(self, num_tokens: int, waiting_cost: int, cost: int, seconds_left: float) -> None:
         """Raises Overloaded if so many tokens, of which `cost` are the request's own, take longer than `seconds_left`.
 
-        At the latest when what waits is done it would be taken.
+        It would be accepted at the latest when the queue is empty.
         """
         late_by_s = min(self.pace.late_by_s(num_tokens, seconds_left), self.pace.late_by_s(waiting_cost, 0.0))
         if late_by_s > 0:

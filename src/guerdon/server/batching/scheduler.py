@@ -119,7 +119,7 @@ class Scheduler:
         return begun, len(waiting) - len(begun) + len(self.orders)
 
     def observe(self, seconds: float) -> None:
-        """Learns from the batch that was taken last how fast the worker is."""
+        """Measures the worker's speed from the last batch."""
         self.room.pace.end(seconds)
 
     def starts_at(self) -> float | None:

@@ -21,7 +21,7 @@ from guerdon.wire.forms.labels import attributes_of, number
 from guerdon.wire.kserve import ErrorBody, to_error
 
 LABEL_KEYS = ("label", "expected_answer", "ground_truth", "answer", "verifier_metadata")
-"""Keys of a row that may hold the label, most telling first, unless the URL names one."""
+"""Keys of a row that may hold the label, in order of preference, unless the URL names one."""
 
 FAILURE_CLASS = "judge_failed"
 """Gym writes rows of a failure class into a separate file, and can verify rows of this class again."""
