@@ -21,7 +21,7 @@ from guerdon.client.calls import (
 from guerdon.client.driver import Session
 from guerdon.client.faces import DEFAULTS, AsyncClient, BlockingClient, ClientArgs
 
-_ASKS = "a RewardClient asks what gives rewards, such as guerdon serve serves"
+_ASKS = "a RewardClient needs a model with rewards, such as guerdon serve offers"
 
 
 class ScoreArgs(TypedDict, total=False):
