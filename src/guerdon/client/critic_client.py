@@ -38,7 +38,7 @@ class CriticModels(Client[OrderedSession]):
 
     _session_class = OrderedSession
     _asks = (
-        "a CriticClient asks what guerdon serve-critic serves: of a critic named NAME the models NAME_infer, "
+        "a CriticClient needs the models of guerdon serve-critic: of a critic named NAME the models NAME_infer, "
         "NAME_train and so on"
     )
     _session: OrderedSession

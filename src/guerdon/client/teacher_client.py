@@ -13,7 +13,7 @@ from guerdon.client.faces import DEFAULTS, AsyncClient, BlockingClient, ClientAr
 from guerdon.client.teacher_calls import GivenIds, TeacherAnswers, TeacherArgs
 from guerdon.client.teacher_head import Head
 
-_ASKS = "a TeacherClient asks what guerdon serve-teacher serves"
+_ASKS = "a TeacherClient needs a model of guerdon serve-teacher"
 
 
 class TeacherClient(BlockingClient[Session]):
