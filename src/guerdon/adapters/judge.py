@@ -71,7 +71,7 @@ class JudgeClient:
     def score_in_queue(self, *, completes: bool = False, **samples: Unpack[ScoreArgs]) -> Scores:
         """Scores as `score` does, but fails at once if the call just before found no server in time."""
         if time.monotonic() - self._lost_at < _FAIL_FAST_S:
-            raise errors.Unavailable(f"not asked, because the call before failed: {self._lost_why}")
+            raise errors.Unavailable(f"not sent, because the call before it failed: {self._lost_why}")
         try:
             return self.score(completes=completes, **samples)
         except (errors.Unavailable, errors.DeadlineExceeded) as e:

@@ -73,7 +73,7 @@ def create_reward_fn(
         raise errors.ConfigError("delta_reward goes with one reward a sample", "leave out dense or delta_reward")
     if not host and model is None:
         raise errors.ConfigError(
-            "neither a server nor a model is named: TRITON_HOST is not set, and model is not given",
+            "no server and no model: TRITON_HOST and model are not set",
             "set TRITON_HOST=host:port/model in the environment, or give model",
         )
     if tokenizer is None or isinstance(tokenizer, str):
@@ -187,7 +187,7 @@ class TextScorer:
         rows = [prompt + output for prompt, output in zip(self._rows(prompts), ours, strict=True)]
         values = self.client.score(tokens=rows).raise_for_failed().values
         if values is None:
-            raise errors.InvalidRequest("the reward model gives no values, and dense rewards need one for each token")
+            raise errors.InvalidRequest("the reward model has no values, and dense rewards need one for each token")
         return [row[len(row) - len(output) :].tolist() for row, output in zip(values, ours, strict=True)]
 
     def _check_tokenizer(self) -> None:
