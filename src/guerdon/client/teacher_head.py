@@ -59,8 +59,8 @@ class Head:
             import torch
         except ImportError as e:
             raise GuerdonError(
-                f"logits are computed by torch, which is not installed: {install_command('server')}, or compute them "
-                "from weight, bias, logit_scale and soft_cap, see the page about teachers"
+                f"logits need torch, which is not installed: {install_command('server')}, or compute them from weight, "
+                "bias, logit_scale and soft_cap as in docs/teacher_forms.md"
             ) from e
         hidden = torch.as_tensor(hidden)
         if hidden.device not in self._on_device:
