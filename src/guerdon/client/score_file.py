@@ -131,18 +131,18 @@ def score_file(
             _check_paths(source.path, target)
         num_samples = sum(len(samples_of(row, source.name, line, template)) for line, row in source.rows())
         started = time.monotonic()
-        done = _ScoredRows(source, target if is_file else None, template)
+        output = _Output(source, target if is_file else None, template)
         if is_file and target.exists():
             with _check_storage(*to_file):
-                done.check_weights(scorer)
+                output.check_weights(scorer)
                 if retry_failed:
-                    _score_again(scorer, done, target, max_in_flight)
+                    output.score_again(scorer, max_in_flight)
         with (
             _check_storage(*(to_file if is_file else ("cannot write stdout", ""))),
             _writing(target) if is_file else nullcontext(sys.stdout.buffer) as out,
         ):
             if is_file:
-                done.keep(out, summary)
+                output.keep(out, summary)
             summary.num_resumed = summary.num_rows
             rows = itertools.islice(source.rows(), summary.num_resumed, None)
             with (
@@ -150,8 +150,8 @@ def score_file(
                 RowsInFlight(group_rows(rows, source.name, template), scorer, max_in_flight, out.flush) as answers,
             ):
                 for group, scores in answers:
-                    for row, part in _split_rows(group, scores, done.weights):
-                        out.write(_encode_row(row, part, template))
+                    for row, part, line in output.lines(group, scores):
+                        out.write(line)
                         summary._add(row, _rewards(part), part.errors)
                         bar.update(len(part))
             out.flush()
@@ -185,55 +185,43 @@ def _source(path: str | Path) -> Iterator[_Source]:
         yield _Source(kept, Path("stdin"))
 
 
-def _split_rows(group: RowGroup, scores: Scores, weights: _WeightsCheck) -> Iterator[tuple[dict[str, Any], Scores]]:
-    """Yields each row of the group with its own scores."""
-    weights.check(scores.weights_version, _rewards(scores))
-    start = 0
-    for row, count in group.rows:
-        part = slice(start, start + count)
-        start += count
-        attributes = None if scores.attributes is None else np.ascontiguousarray(scores.attributes[part])
-        yield (
-            row,
-            Scores(
-                scores.rewards[part],
-                scores.errors[part],
-                attributes,
-                weights_version=scores.weights_version,
-                attribute_names=scores.attribute_names,
-            ),
-        )
-
-
-def _encode_row(row: dict[str, Any], scores: Scores, template: bool) -> bytes:
-    """Returns the output row, with its newline."""
-    added: dict[str, Any] = {"rewards": scores.rewards}
-    if scores.attributes is not None:
-        names = scores.attribute_names
-        added["attributes"] = (
-            [dict(zip(names, row, strict=True)) for row in scores.attributes] if names else scores.attributes
-        )
-    if any(scores.errors):
-        added["errors"] = scores.errors
-    if scores.weights_version:
-        added["weights_version"] = scores.weights_version
-    if template:
-        added["template"] = True
-    return orjson.dumps(strip_added(row) | added, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
-
-
 def _rewards(scores: Scores) -> list[float | None]:
     return [None if np.isnan(reward) else reward for reward in scores.rewards.tolist()]
 
 
-class _WeightsCheck:
-    """The version of the weights that made the output so far; `target` is None for stdout."""
+class _Output:
+    """The scored rows: those that the file already has, and the version of the weights that made them.
 
-    def __init__(self, target: Path | None) -> None:
-        self._target = target
+    `target` is None for stdout.
+    """
+
+    def __init__(self, source: _Source, target: Path | None, template: bool) -> None:
+        self._source, self._target, self._template = source, target, template
         self._version: str | None = None
 
-    def check(self, version: str, rewards: Iterable[float | None], now: str = "the server has") -> None:
+    def lines(self, group: RowGroup, scores: Scores) -> Iterator[tuple[dict[str, Any], Scores, bytes]]:
+        """Yields each row of the group with its own scores and its line; raises StartError for other weights."""
+        self._check_version(scores.weights_version, _rewards(scores))
+        start = 0
+        for row, count in group.rows:
+            part = slice(start, start + count)
+            start += count
+            rewards, errors = scores.rewards[part], scores.errors[part]
+            added: dict[str, Any] = {"rewards": rewards}
+            if scores.attributes is not None:
+                names, attributes = scores.attribute_names, np.ascontiguousarray(scores.attributes[part])
+                named = (dict(zip(names, values, strict=True)) for values in attributes)
+                added["attributes"] = [*named] if names else attributes
+            if any(errors):
+                added["errors"] = errors
+            if scores.weights_version:
+                added["weights_version"] = scores.weights_version
+            if self._template:
+                added["template"] = True
+            options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+            yield row, Scores(rewards, errors), orjson.dumps(strip_added(row) | added, option=options)
+
+    def _check_version(self, version: str, rewards: Iterable[float | None], now: str = "the server has") -> None:
         """Raises StartError if rewards are of another version than those before, or if only some name theirs.
 
         Rows without any reward need not name one: a request that was refused has none.
@@ -253,23 +241,15 @@ class _WeightsCheck:
                 "move this file away to score all rows with the server's weights, or serve the earlier ones",
             )
 
-
-class _ScoredRows:
-    """The rows that the output already has."""
-
-    def __init__(self, source: _Source, target: Path | None, template: bool) -> None:
-        self.source, self.target, self.template = source, target, template
-        self.weights = _WeightsCheck(target)
-
     def check_weights(self, scorer: ScoreClient) -> None:
         """Scores the first row with a reward again: raises StartError if its weights are not those of all rows.
 
         Logs a warning if only its rewards differ: settings such as the pooling are no part of the weights' version.
         """
-        assert self.target is not None
+        assert self._target is not None
         first: RowGroup | None = None
-        with open(self.target, "rb") as out:
-            for samples, row, _ in self.rows(out):
+        with open(self._target, "rb") as out:
+            for samples, row, _ in self._rows(out):
                 if first is None and any(reward is not None for reward in row["rewards"]):
                     first = RowGroup(None, [(row, len(samples))], samples)
         if first is not None:
@@ -278,15 +258,15 @@ class _ScoredRows:
                 ((_, scores),) = answers
             if not scores.weights_version and all(scores.errors):
                 raise StartError(
-                    f"{self.target} has rewards of a row that the model refuses: {scores.errors[0]}",
+                    f"{self._target} has rewards of a row that the model refuses: {scores.errors[0]}",
                     "move this file away, or score it with the model and the settings that began it",
                 )
-            self.weights.check(scores.weights_version, row["rewards"])
+            self._check_version(scores.weights_version, row["rewards"])
             before, now = (np.array(rewards, np.float64) for rewards in (row["rewards"], scores.rewards))
             if not np.allclose(before, now, rtol=_SAME, atol=_SAME, equal_nan=True):
                 log.warning(
                     "%s: a row had the rewards %s and gets %s now by the same weights: did it have other settings?",
-                    self.target,
+                    self._target,
                     row["rewards"],
                     _rewards(scores),
                 )
@@ -294,18 +274,39 @@ class _ScoredRows:
     def keep(self, out: BinaryIO, summary: FileSummary) -> None:
         """Adds the rows that `out` already has to the summary, and truncates an incomplete last one."""
         end = 0
-        for _, done, text in self.rows(out):
+        for _, done, text in self._rows(out):
             summary._add(done, done["rewards"], done.get("errors", ()))
             end += len(text)
         out.truncate(end)
 
-    def rows(self, out: BinaryIO) -> Iterator[tuple[list[Sample], dict[str, Any], bytes]]:
+    def score_again(self, scorer: ScoreClient, max_in_flight: int) -> None:
+        """Replaces the scores of output rows with failed samples: of all, or of none if the server fails."""
+        assert self._target is not None
+        copy = self._target.with_name(self._target.name + ".part")
+        try:
+            with open(self._target, "rb") as out, open(self._target, "rb") as failed, open(copy, "wb") as part:
+                groups = (
+                    RowGroup(None, [(row, len(samples))], samples)
+                    for samples, row, _ in self._rows(failed)
+                    if None in row["rewards"]
+                )
+                with RowsInFlight(groups, scorer, max_in_flight, part.flush) as answers:
+                    scored = iter(answers)
+                    for _, row, text in self._rows(out):
+                        if None in row["rewards"]:
+                            ((_, _, text),) = self.lines(*next(scored))
+                        part.write(text)
+            copy.replace(self._target)
+        finally:
+            copy.unlink(missing_ok=True)
+
+    def _rows(self, out: BinaryIO) -> Iterator[tuple[list[Sample], dict[str, Any], bytes]]:
         """Yields each whole row's samples, output row and line; raises StartError if it is not of this input."""
-        rows = self.source.rows()
+        rows = self._source.rows()
         out.seek(0)
         for number, text in enumerate(out, 1):
             line, row = next(rows, (0, {}))
-            samples = samples_of(row, self.source.name, line, self.template) if row else []
+            samples = samples_of(row, self._source.name, line, self._template) if row else []
             if not text.endswith(b"\n"):
                 start = orjson.dumps(strip_added(row))[:-1] + b',"rewards":['
                 if row and (text.startswith(start) or start.startswith(text)):
@@ -314,42 +315,20 @@ class _ScoredRows:
             done = _parse_scored(text, len(samples))
             if done is None or strip_added(done) != strip_added(row):
                 raise self._other_input(number)
-            if done.get("template", False) != self.template:
+            if done.get("template", False) != self._template:
                 raise StartError(
-                    f"{self.target}, line {number}: scored {'without' if self.template else 'with'} --template",
-                    f"continue it {'without' if self.template else 'with'} --template, or move this file away",
+                    f"{self._target}, line {number}: scored {'without' if self._template else 'with'} --template",
+                    f"continue it {'without' if self._template else 'with'} --template, or move this file away",
                 )
-            self.weights.check(done.get("weights_version", ""), done["rewards"], f"line {number} of it has")
+            self._check_version(done.get("weights_version", ""), done["rewards"], f"line {number} of it has")
             yield samples, done, text
 
     def _other_input(self, number: int) -> StartError:
         return StartError(
-            f"{self.target}, line {number}: not the scored row of {self.source.name}, line {number}; it is "
+            f"{self._target}, line {number}: not the scored row of {self._source.name}, line {number}; it is "
             "of another input",
             "give another output path, or delete this file",
         )
-
-
-def _score_again(scorer: ScoreClient, done: _ScoredRows, target: Path, max_in_flight: int) -> None:
-    """Replaces the scores of output rows with failed samples: of all, or of none if the server fails."""
-    copy = target.with_name(target.name + ".part")
-    try:
-        with open(target, "rb") as out, open(target, "rb") as failed, open(copy, "wb") as part:
-            groups = (
-                RowGroup(None, [(row, len(samples))], samples)
-                for samples, row, _ in done.rows(failed)
-                if None in row["rewards"]
-            )
-            with RowsInFlight(groups, scorer, max_in_flight, part.flush) as answers:
-                scored = iter(answers)
-                for _, row, text in done.rows(out):
-                    if None in row["rewards"]:
-                        ((_, scores),) = _split_rows(*next(scored), done.weights)
-                        text = _encode_row(row, scores, done.template)
-                    part.write(text)
-        copy.replace(target)
-    finally:
-        copy.unlink(missing_ok=True)
 
 
 def _parse_scored(text: bytes, num_samples: int) -> dict[str, Any] | None:
