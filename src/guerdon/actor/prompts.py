@@ -151,15 +151,6 @@ def check_sendable(prompts: Prompts, where: str, remote: RemoteRewardConfig, max
             f"{where}.pad_to_length is {remote.pad_to_length}, and prompt and response may have {longest} tokens",
             "raise it, or lower data.max_prompt_length or rollouts.max_new_tokens",
         )
-    _log_what_is_sent(remote, where, ending)
-
-
-def sent_ending(ending: Ending | None, remote: RemoteRewardConfig) -> str:
-    """Returns the chat template's ending if it is added to answers that are sent, else an empty string."""
-    return "" if ending is None or remote.send == "messages" or remote.suffix else ending.text
-
-
-def _log_what_is_sent(remote: RemoteRewardConfig, where: str, ending: Ending | None) -> None:
     if remote.send == "messages":
         log.info("the reward model gets messages, which its own chat template formats")
         return
@@ -181,6 +172,11 @@ def _log_what_is_sent(remote: RemoteRewardConfig, where: str, ending: Ending | N
                 ending.differs,
                 where,
             )
+
+
+def sent_ending(ending: Ending | None, remote: RemoteRewardConfig) -> str:
+    """Returns the chat template's ending if it is added to answers that are sent, else an empty string."""
+    return "" if ending is None or remote.send == "messages" or remote.suffix else ending.text
 
 
 class _Reader:

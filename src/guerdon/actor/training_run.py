@@ -177,18 +177,23 @@ class Run:
             self._preemption,
             keeps_reference=isinstance(config, RewardedRunConfig) and self._reference is None,
         )
-        loaded = self.policy.trainer.loaded
+        loaded, max_new_tokens = self.policy.trainer.loaded, config.rollouts.max_new_tokens
+        if loaded.max_length is not None and loaded.max_length <= max_new_tokens:
+            raise ConfigError(
+                f"rollouts.max_new_tokens is {max_new_tokens}, and the policy takes {loaded.max_length} tokens in all",
+                "lower it, so that prompts fit",
+            )
         self.data = Prompts(
             config.data,
             loaded.tokenizer,
             prompts_per_step=config.rollouts.prompts_per_step,
-            max_prompt_length=_max_prompt_length(loaded.max_length, config.rollouts.max_new_tokens),
+            max_prompt_length=None if loaded.max_length is None else loaded.max_length - max_new_tokens,
             seed=run.seed,
             output_dir=self._folder,
         )
         ending = ""
         if isinstance(config, RewardedRunConfig):
-            check_sendable(self.data, *get_remote(config), config.rollouts.max_new_tokens)
+            check_sendable(self.data, *get_remote(config), max_new_tokens)
             ending = sent_ending(self.data.ending, get_remote(config)[1])
         self._decisive = run_checkpoints.decisive_settings(config) | run_checkpoints.decisive_contents(
             loaded.info, self.data.digest, ending
@@ -405,14 +410,3 @@ def _lock(folder: Path) -> TextIO:
         raise ConfigError(f"another run is using {folder}", "stop it, or set another run.output_dir") from e
     except OSError as e:
         raise ConfigError(f"cannot write to {folder}: {e.strerror}", "set another run.output_dir") from e
-
-
-def _max_prompt_length(max_length: int | None, max_new_tokens: int) -> int | None:
-    if max_length is None:
-        return None
-    if max_length <= max_new_tokens:
-        raise ConfigError(
-            f"rollouts.max_new_tokens is {max_new_tokens}, and the policy takes {max_length} tokens in all",
-            "lower it, so that prompts fit",
-        )
-    return max_length - max_new_tokens

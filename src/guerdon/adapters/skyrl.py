@@ -15,8 +15,6 @@ from typing import Any
 
 from guerdon.adapters.critics import at_tokens_before, before_responses, connect, load_beside, rows_where, save_beside
 from guerdon.client import CriticClient
-from guerdon.client.ordering import TrainFuture
-from guerdon.critic_core import TrainReport
 
 _METRICS = {
     "critic_loss": "loss", "values_clipfrac": "clip_fraction", "critic_lr": "learning_rate", "grad_norm": "grad_norm",
@@ -57,13 +55,6 @@ def with_critic(trainer: Any) -> Any:
 
         def train_critic_and_policy(self, data: Any) -> Any:
             """Trains the critic at the server, while the policy is trained here."""
-            future = self._train_critic(data)
-            status = super().train_critic_and_policy(data)
-            report = future.result()
-            self.all_metrics.update({f"critic/{name}": getattr(report, ours) for name, ours in _METRICS.items()})
-            return status
-
-        def _train_critic(self, data: Any) -> TrainFuture[TrainReport]:
             count = len(data["sequences"]) - data.metadata["pad_size"]
             tokens = rows_where(data["attention_mask"], data["sequences"])[:count]
             # Each response counts as one, however long it is: so SkyRL's loss is the mean of the responses' means.
@@ -73,12 +64,12 @@ def with_critic(trainer: Any) -> Any:
                 for table in (data["returns"], data["values"], weights)
             ]
             about = self.cfg.trainer
-            return self._critic.train(
-                tokens,
-                *columns,
-                updates=about.update_epochs_per_batch,
-                train_id=f"{about.project_name}/{about.run_name}:{self.global_step}",
-            )
+            train_id = f"{about.project_name}/{about.run_name}:{self.global_step}"
+            future = self._critic.train(tokens, *columns, updates=about.update_epochs_per_batch, train_id=train_id)
+            status = super().train_critic_and_policy(data)
+            report = future.result()
+            self.all_metrics.update({f"critic/{name}": getattr(report, ours) for name, ours in _METRICS.items()})
+            return status
 
         def save_checkpoints(self) -> str:
             """Saves a checkpoint at the server, and its name in SkyRL's folder, which becomes the latest after that."""

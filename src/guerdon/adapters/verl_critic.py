@@ -185,7 +185,7 @@ def _metrics(report: TrainReport) -> dict[str, float]:
     }
 
 
-def _attach_all() -> None:
+if importlib.util.find_spec("verl") is not None:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     attach(RayPPOTrainer)
@@ -193,7 +193,3 @@ def _attach_all() -> None:
         from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
         attach(PPOTrainer)
-
-
-if importlib.util.find_spec("verl") is not None:
-    _attach_all()
