@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from guerdon.adapters.judge import TIMEOUT_S, judge, make_samples
+from guerdon.adapters.judge import TIMEOUT_S, judge, make_samples, only_reward
 from guerdon.client.reward_client import ScoreArgs
 from guerdon.errors import ConfigError
 
@@ -55,7 +55,7 @@ class ArealReward:
         """Returns the reward; raises SampleFailed without one, and GuerdonError if the server cannot be reached."""
         sample = self._make_sample(prompt, completions, prompt_ids, completion_ids, data)
         scores = self._judge.score_in_queue(completes=self._ending is None, **sample)
-        return float(scores.raise_for_failed().rewards[0])
+        return only_reward(scores)[0]
 
     def _make_sample(
         self, prompt: str, completion: str, prompt_ids: Sequence[int], ids: Sequence[int], data: dict[str, Any]
@@ -80,7 +80,7 @@ class AsyncArealReward(ArealReward):
         """Returns the reward; raises as `ArealReward` does."""
         sample = self._make_sample(prompt, completions, prompt_ids, completion_ids, data)
         scores = await self._judge.score_async(completes=self._ending is None, **sample)
-        return float(scores.raise_for_failed().rewards[0])
+        return only_reward(scores)[0]
 
 
 reward_function, async_reward_function = ArealReward, AsyncArealReward

@@ -209,6 +209,12 @@ def named_components(scores: Scores) -> dict[str, np.ndarray]:
     return dict(zip(scores.attribute_names, scores.attributes.T, strict=True))
 
 
+def only_reward(scores: Scores) -> tuple[float, dict[str, float]]:
+    """Returns the reward of the only sample, and its components by name; raises SampleFailed if it failed."""
+    reward = float(scores.raise_for_failed().rewards[0])
+    return reward, {name: float(values[0]) for name, values in named_components(scores).items()}
+
+
 def none_for_nan(values: np.ndarray) -> list[float | None]:
     """Returns float32 `[B]` as a list of numbers, with None for NaN."""
     return [None if np.isnan(value) else value for value in values.tolist()]

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from guerdon.adapters.judge import TIMEOUT_S, judge, make_samples, named_components
+from guerdon.adapters.judge import TIMEOUT_S, judge, make_samples, only_reward
 from guerdon.client import Scores
 from guerdon.client.reward_client import ScoreArgs
 from guerdon.core import Message
@@ -76,8 +76,7 @@ def _classes() -> tuple[type[Any], type[Any]]:
             return sample if self._to_label is None else {**sample, "labels": [self._to_label(action, observation)]}
 
         def _keep(self, scores: Scores) -> float:
-            reward = float(scores.raise_for_failed().rewards[0])
-            self.components = {name: float(values[0]) for name, values in named_components(scores).items()}
+            reward, self.components = only_reward(scores)
             return reward
 
     class AsyncServedRubric(ServedRubric):

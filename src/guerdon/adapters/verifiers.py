@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from guerdon.adapters.judge import TIMEOUT_S, judge, make_samples, named_components
+from guerdon.adapters.judge import TIMEOUT_S, judge, make_samples, only_reward
 from guerdon.client.reward_client import ScoreArgs
 from guerdon.errors import InvalidRequest
 
@@ -41,10 +41,9 @@ def reward_function(
                 "an assistant's answer to a prompt"
             )
         sample: ScoreArgs = {**make_samples([prompt], [[response]]), "labels": [getattr(task, label, None)]}
-        scores = await asked.score_async(**sample)
-        value = float(scores.raise_for_failed().rewards[0])
-        for name, numbers in named_components(scores).items():
-            trace.record_metric(f"{model}/{name}", float(numbers[0]))
+        value, components = only_reward(await asked.score_async(**sample))
+        for name, number in components.items():
+            trace.record_metric(f"{model}/{name}", number)
         return value
 
     return reward

@@ -22,7 +22,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from guerdon.adapters.judge import TIMEOUT_S, Prompt, judge, make_samples, named_components, refuse_unknown
+from guerdon.adapters.judge import TIMEOUT_S, Prompt, judge, make_samples, only_reward, refuse_unknown
 from guerdon.client import Scores
 from guerdon.client.reward_client import ScoreArgs
 from guerdon.errors import ConfigError, InvalidRequest
@@ -141,5 +141,5 @@ def _to_args(prompt: Any, response: str, label: Any, ending: str | None = None) 
 
 
 def _flatten(scores: Scores) -> dict[str, float]:
-    reward = float(scores.raise_for_failed().rewards[0])
-    return {**{name: float(values[0]) for name, values in named_components(scores).items()}, "score": reward}
+    reward, components = only_reward(scores)
+    return {**components, "score": reward}
