@@ -57,8 +57,10 @@ def urls(repository: str) -> dict[str, str]:
 
 
 NATIVE = "src/guerdon/engine/native"
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-DVW=16"]
 LEVELS = {
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-DVW=16"],
+    "avx512_bf16": [*AVX512, "-mavx512bf16"],
+    "avx512": AVX512,
     "avx2": ["-mavx2", "-mfma", "-mf16c", "-DVW=8"],
     "baseline": ["-DVW=4"],
 }

@@ -26,7 +26,7 @@ def contents(wheel: Path) -> set[str]:
     """
     with zipfile.ZipFile(wheel) as file:
         found = {name for name in file.namelist() if re.search(r"\.so(\.\d+)*$", name)}
-    levels = ("baseline", "avx2", "avx512") if wheel.stem.endswith("x86_64") else ("baseline",)
+    levels = ("baseline", "avx2", "avx512", "avx512_bf16") if wheel.stem.endswith("x86_64") else ("baseline",)
     wanted = {f"{NATIVE}/kernels_{level}.so" for level in levels}
     if found != wanted:
         sys.exit(f"{wheel.name} has {sorted(found)} instead of {sorted(wanted)}")

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from guerdon.engine.native.library import find
 
@@ -24,8 +23,8 @@ OPTIONS = {
     "OMP_NUM_THREADS": "1",
 }
 """Python leaks on purpose; an allocation beyond the limit fails as if the machine's memory were at its end."""
-LEVELS = ["avx512", "avx2", "default"]
-OWN = {"AVX512": 0, "AVX2": 1}.get(torch.backends.cpu.get_cpu_capability(), 2)
+LEVELS = ["avx512_bf16", "avx512", "avx2", "baseline"]
+OWN = LEVELS.index(find()[1]) if find()[0] else 0
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
@@ -63,7 +62,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(package: Path, level: str, *argv: str) -> subprocess.CompletedProcess[str]:
-    environ = os.environ | OPTIONS | {"LD_PRELOAD": runtimes(), "ATEN_CPU_CAPABILITY": level}
+    environ = os.environ | OPTIONS | {"LD_PRELOAD": runtimes()}
+    if level != "avx512_bf16":
+        environ["ATEN_CPU_CAPABILITY"] = "default" if level == "baseline" else level
     environ["PYTHONPATH"] = f"{package}{os.pathsep}{ROOT / 'tests'}"
     return subprocess.run(
         [sys.executable, "-m", "fuzz.kernels", *argv], env=environ, capture_output=True, text=True, check=False
@@ -74,7 +75,7 @@ def run(package: Path, level: str, *argv: str) -> subprocess.CompletedProcess[st
 def test_random_inputs_stay_in_their_buffers_and_fit_the_formulas(level: str, package: Path) -> None:
     done = run(package, level, "--inputs", "150")
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-6000:]
-    assert done.stdout.endswith(f"600 inputs with {level.replace('default', 'baseline')}\n")
+    assert done.stdout.endswith(f"600 inputs with {level}\n")
 
 
 @pytest.mark.parametrize("level", LEVELS[OWN:])

@@ -7,11 +7,19 @@
 // segments from the root, with an online softmax. Products go in micro-kernels of up to 6 rows; values of float32 are
 // read in place. A row's mask is a range [low, high) of positions.
 //
+// A multiplication adds the products of a SLOT, 32 bits that hold PER numbers: one float32, or two of bfloat16 where the
+// processor multiplies those (AVX512-BF16; weights are rounded to bfloat16 for the second product, as PyTorch does).
+// Slots of values are pairs of neighbouring positions, the even one first, whoever holds them: a segment that begins at
+// an odd position has its parent's last value, too, and the parent's walk ends before it.
+//
 // Nothing is allocated here: tables and scratch come from Python, where a failing allocation is an error.
 #include <math.h>
 #include <omp.h>
 
 #include "vectors.h"
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #if VW == 16 || defined(__aarch64__)
 #define NV 4  // panels of a micro-kernel: 32 registers
@@ -52,44 +60,75 @@ typedef struct {
 } Attention;
 
 typedef struct {
-    int64_t width, keys, values, packs_values, per_thread, rows;
+    int64_t per, depth, width, keys, values, packs_values, per_thread, rows;  // depth: slots of a query
 } Sizes;
 
 INLINE int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+template <class T>
+struct Slot {
+    enum { PER = 1 };
+    INLINE vf add(vf sum, vf x, vf y) { return sum + x * y; }
+    INLINE void put(float *row, int64_t j, vf numbers) { store(row + j, numbers); }  // number j of a row and following
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct Slot<BFloat16> {
+    enum { PER = 2 };
+    INLINE vf add(vf sum, vf x, vf y) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y); }
+    INLINE void put(float *row, int64_t j, vf numbers) { *(vh *)((char *)row + 2 * j) = (vh)_mm512_cvtneps_pbh((__m512)numbers); }
+};
+#endif
+
+INLINE vf splat_slot(const float *p) {
+    int32_t bits;
+    memcpy(&bits, p, 4);
+    return (vf)splat_int(bits);
+}
+
 static Sizes sizes_of(const Attention *a) {
     Sizes s;
+    s.per = a->dtype == BFLOAT16 ? Slot<BFloat16>::PER : 1;
+    s.depth = padded(a->size, s.per) / s.per;
     s.width = padded(a->value_size, VW);
-    s.keys = a->kv_heads * a->num_panels * a->size * VW;
+    s.keys = a->kv_heads * a->num_panels * s.depth * VW;
     s.packs_values = a->dtype != FLOAT32 || s.width != a->value_size;
-    s.values = s.packs_values ? a->kv_heads * a->tokens * s.width : 0;
+    int64_t slots = s.per == 1 ? a->tokens : a->num_panels * VW / s.per;  // of values, by token or by lane of a panel
+    s.values = s.packs_values ? a->kv_heads * slots * s.width : 0;
     s.rows = most(ROWS, a->heads / a->kv_heads);
-    s.per_thread = padded(s.rows * a->size + s.rows * s.width + s.rows * LDS + 2 * s.rows, 16);
+    s.per_thread = padded(s.rows * s.depth + s.rows * s.width + s.rows * LDS + 2 * s.rows, 16);
     return s;
 }
 
 // ------------------------------------------------------------------------------------------- micro-kernels
 
-// logits[M][N*VW] = queries . keys of N panels; only lanes [first, stop) are written.
-template <int M, int N>
-static void logits_of(const float *q, int64_t size, const float *panels, float *out, int64_t first, int64_t stop) {
+// logits[M][N*VW] = factor * queries . keys of N panels; only lanes [first, stop) are written.
+template <class T, int M, int N>
+static void logits_of(const float *q, int64_t depth, const float *panels, float factor, float *out, int64_t first,
+                      int64_t stop) {
     vf a[M][N];
 #pragma GCC unroll 8
     for (int i = 0; i < M; i++)
 #pragma GCC unroll 8
         for (int j = 0; j < N; j++) a[i][j] = (vf){};
 #pragma GCC unroll 4
-    for (int64_t d = 0; d < size; d++) {
+    for (int64_t d = 0; d < depth; d++) {
         vf b[N];
 #pragma GCC unroll 8
-        for (int j = 0; j < N; j++) b[j] = load(panels + (j * size + d) * VW);
+        for (int j = 0; j < N; j++) b[j] = load(panels + (j * depth + d) * VW);
 #pragma GCC unroll 8
         for (int i = 0; i < M; i++) {
-            vf x = splat(q[i * size + d]);
+            vf x = splat_slot(q + i * depth + d);
 #pragma GCC unroll 8
-            for (int j = 0; j < N; j++) a[i][j] += x * b[j];
+            for (int j = 0; j < N; j++) a[i][j] = Slot<T>::add(a[i][j], x, b[j]);
         }
     }
+    if (Slot<T>::PER > 1)  // else the query has it
+#pragma GCC unroll 8
+        for (int i = 0; i < M; i++)
+#pragma GCC unroll 8
+            for (int j = 0; j < N; j++) a[i][j] *= splat(factor);
     if (first == 0 && stop == N * VW) {
 #pragma GCC unroll 8
         for (int i = 0; i < M; i++)
@@ -109,8 +148,8 @@ static void logits_of(const float *q, int64_t size, const float *panels, float *
     }
 }
 
-// out[M][N*VW] += weights[M][n] . values[n][N*VW]
-template <int M, int N>
+// out[M][N*VW] += weights[M][n] . values[n][N*VW], n in slots
+template <class T, int M, int N>
 static void add_values(const float *w, const float *values, int64_t stride, int64_t n, float *out, int64_t width) {
     vf a[M][N];
 #pragma GCC unroll 8
@@ -124,9 +163,9 @@ static void add_values(const float *w, const float *values, int64_t stride, int6
         for (int j = 0; j < N; j++) b[j] = load(values + k * stride + j * VW);
 #pragma GCC unroll 8
         for (int i = 0; i < M; i++) {
-            vf x = splat(w[i * LDS + k]);
+            vf x = splat_slot(w + i * LDS + k);
 #pragma GCC unroll 8
-            for (int j = 0; j < N; j++) a[i][j] += x * b[j];
+            for (int j = 0; j < N; j++) a[i][j] = Slot<T>::add(a[i][j], x, b[j]);
         }
     }
 #pragma GCC unroll 8
@@ -137,10 +176,10 @@ static void add_values(const float *w, const float *values, int64_t stride, int6
 
 #define BY_WIDTH(M, N, NAME, ...)                      \
     switch (N) {                                       \
-        case 1: NAME<M, 1>(__VA_ARGS__); break;        \
-        case 2: NAME<M, 2>(__VA_ARGS__); break;        \
-        case 3: NAME<M, NV < 3 ? 1 : 3>(__VA_ARGS__); break; \
-        default: NAME<M, NV < 4 ? 1 : 4>(__VA_ARGS__); \
+        case 1: NAME<T, M, 1>(__VA_ARGS__); break;        \
+        case 2: NAME<T, M, 2>(__VA_ARGS__); break;        \
+        case 3: NAME<T, M, NV < 3 ? 1 : 3>(__VA_ARGS__); break; \
+        default: NAME<T, M, NV < 4 ? 1 : 4>(__VA_ARGS__); \
     }
 #define BY_SHAPE(M, N, NAME, ...)                          \
     switch (M) {                                           \
@@ -152,11 +191,13 @@ static void add_values(const float *w, const float *values, int64_t stride, int6
         default: BY_WIDTH(6, N, NAME, __VA_ARGS__)         \
     }
 
-static void logits_of_rows(int64_t m, int64_t n, const float *q, int64_t size, const float *panels, float *out,
-                           int64_t first, int64_t stop) {
-    BY_SHAPE(m, n, logits_of, q, size, panels, out, first, stop)
+template <class T>
+static void logits_of_rows(int64_t m, int64_t n, const float *q, int64_t depth, const float *panels, float factor,
+                           float *out, int64_t first, int64_t stop) {
+    BY_SHAPE(m, n, logits_of, q, depth, panels, factor, out, first, stop)
 }
 
+template <class T>
 static void add_values_of_rows(int64_t m, const float *w, const float *values, int64_t stride, int64_t n, float *out,
                                int64_t width) {
     for (int64_t d = 0; d < width; d += NV * VW) {
@@ -167,14 +208,28 @@ static void add_values_of_rows(int64_t m, const float *w, const float *values, i
 
 // ------------------------------------------------------------------------------------------ packing
 
+// Copies a row of so many numbers as slots, `stride` apart; an odd one's partner is 0.
 template <class T>
-static void pack_panel(const Attention *a, int64_t head, int64_t panel, float *to) {
+INLINE void copy_slots(const typename T::type *row, int64_t size, float *to, int64_t stride) {
+    int64_t whole = size / Slot<T>::PER;
+    for (int64_t d = 0; d < whole; d++) memcpy(to + d * stride, row + d * Slot<T>::PER, 4);
+    if (whole * Slot<T>::PER == size) return;
+    typename T::type last[Slot<T>::PER] = {row[size - 1]};
+    memcpy(to + whole * stride, last, 4);
+}
+
+template <class T>
+static void pack_panel(const Attention *a, int64_t head, int64_t panel, int64_t depth, float *to) {
     const Segment *s = a->segments + a->panel_segments[panel];
     int64_t at = (s->position / VW + panel - s->panel) * VW;  // position of the first lane
     int64_t first = most(0, s->position - at), stop = least(VW, s->position + s->length - at);
-    if (stop - first < VW) memset(to, 0, a->size * VW * sizeof(float));
+    if (stop - first < VW) memset(to, 0, depth * VW * sizeof(float));
     const typename T::type *from = (const typename T::type *)a->key + head * a->key_head +
                                    (s->start + at - s->position) * a->key_token;
+    if (Slot<T>::PER > 1) {
+        for (int64_t lane = first; lane < stop; lane++) copy_slots<T>(from + lane * a->key_token, a->size, to + lane, VW);
+        return;
+    }
     float numbers[VW];
     for (int64_t d = 0; d < a->size; d += VW)
         for (int64_t lane = first; lane < stop; lane++) {
@@ -189,9 +244,36 @@ static void pack_value(const Attention *a, int64_t head, int64_t token, float *t
     for (int64_t i = 0; i < width; i += VW) store(to + i, get_some<T>(from + i, a->value_size - i));
 }
 
+// Packs the values at a panel's positions in slots of two, [VW / 2][width].
+template <class T>
+static void pack_pairs(const Attention *a, int64_t head, int64_t panel, float *to, int64_t width) {
+    int64_t number = a->panel_segments[panel];
+    const Segment *s = a->segments + number, *before = 0;
+    if (a->chain_starts[number + 1] - a->chain_starts[number] > 1)
+        before = a->segments + a->chains[a->chain_starts[number + 1] - 2];
+    int64_t at = (s->position / VW + panel - s->panel) * VW;
+    for (int64_t lane = 0; lane < VW; lane += 2, to += width) {
+        const typename T::type *rows[2] = {};
+        for (int i = 0; i < 2; i++) {
+            int64_t p = at + lane + i, token = -1;
+            if (p >= s->position && p < s->position + s->length) token = s->start + p - s->position;
+            if (p == s->position - 1 && i == 0 && before) token = before->start + before->length - 1;
+            if (token >= 0)
+                rows[i] = (const typename T::type *)a->value + head * a->value_head + token * a->value_token;
+        }
+        for (int64_t d = 0; d < width; d += VW) {
+            vu even = {}, odd = {};
+            if (rows[0]) even = (vu)get_some<T>(rows[0] + d, a->value_size - d);
+            if (rows[1]) odd = (vu)get_some<T>(rows[1] + d, a->value_size - d);
+            store(to + d, (vf)(even >> 16 | odd));
+        }
+    }
+}
+
 template <class T>
 static void pack_query(const Attention *a, int64_t head, int64_t token, float factor, float *to) {
     const typename T::type *from = (const typename T::type *)a->query + head * a->query_head + token * a->query_token;
+    if (Slot<T>::PER > 1) return copy_slots<T>(from, a->size, to, 1);
     for (int64_t i = 0; i < a->size; i += VW)
         put_some<Float32>(to + i, get_some<T>(from + i, a->size - i) * splat(factor), a->size - i);
 }
@@ -205,11 +287,17 @@ static void write_row(const Attention *a, int64_t head, int64_t token, const flo
 
 // ------------------------------------------------------------------------------------------ softmax
 
+template <class T>
+INLINE void put_zeros(float *x, int64_t from, int64_t to) {
+    if (from < to) memset((char *)x + from * 4 / Slot<T>::PER, 0, (to - from) * 4 / Slot<T>::PER);
+}
+
 // Turns a row's logits in columns [first, stop) into weights, zero in the rest of [from, to); updates its sums.
+template <class T>
 static void soften(const Attention *a, float *x, int64_t from, int64_t to, int64_t first, int64_t stop, float *largest,
                    float *total, float *out, int64_t width) {
     if (stop <= first) {
-        for (int64_t j = from; j < to; j++) x[j] = 0;
+        put_zeros<T>(x, from, to);
         return;
     }
     int64_t begin = first / VW * VW, end = padded(stop, VW);
@@ -224,7 +312,7 @@ static void soften(const Attention *a, float *x, int64_t from, int64_t to, int64
     vf shift = splat(best == -INFINITY ? 0.0f : best), added = {};
     for (int64_t j = begin; j < end; j += VW) {
         vf e = exp2_of(load(x + j) - shift);
-        store(x + j, e);
+        Slot<T>::put(x, j, e);  // behind what is still to be read
         added += e;
     }
     if (best != *largest) {
@@ -234,8 +322,8 @@ static void soften(const Attention *a, float *x, int64_t from, int64_t to, int64
         *largest = best;
     }
     *total += sum(added);
-    for (int64_t j = from; j < begin; j++) x[j] = 0;
-    for (int64_t j = end; j < to; j++) x[j] = 0;
+    put_zeros<T>(x, from, begin);
+    put_zeros<T>(x, end, to);
 }
 
 // ------------------------------------------------------------------------------------------ a block of rows
@@ -247,14 +335,15 @@ typedef struct {
 template <class T>
 static void attend(const Attention *a, const Sizes *sizes, const float *panels, const float *packed, int64_t head,
                    const Block *block, Room room) {
-    const int64_t group = a->heads / a->kv_heads, size = a->size, width = sizes->width, num = block->count * group;
+    const int64_t group = a->heads / a->kv_heads, depth = sizes->depth, width = sizes->width, num = block->count * group;
+    const int64_t per = Slot<T>::PER;
     const int64_t *tokens = a->rows + block->first, *low = a->low + block->first, *high = a->high + block->first;
     const int64_t *chain = a->chains + a->chain_starts[block->segment];
     const int64_t *chain_end = a->chains + a->chain_starts[block->segment + 1];
     const float log2e = 1.44269504089f, factor = a->softcap != 0 ? a->scale / a->softcap : a->scale * log2e;
     for (int64_t r = 0; r < num; r++) {
         int64_t h = head * group + r % group;
-        pack_query<T>(a, h, tokens[r / group], factor, room.q + r * size);
+        pack_query<T>(a, h, tokens[r / group], factor, room.q + r * depth);
         room.largest[r] = a->sinks ? a->sinks[h] * log2e : -INFINITY;
         room.total[r] = a->sinks ? 1.0f : 0.0f;
     }
@@ -268,36 +357,41 @@ static void attend(const Attention *a, const Sizes *sizes, const float *panels, 
             const Segment *s = a->segments + *c;
             int64_t first = most(s->position, at), stop = least(s->position + s->length, at + KEYS);
             for (int64_t p = first / VW; p * VW < stop; p += NV) {
-                const float *own = panels + (s->panel + p - s->position / VW) * size * VW;
+                const float *own = panels + (s->panel + p - s->position / VW) * depth * VW;
                 for (int64_t r = 0; r < num; r += MR) {
                     int64_t m = least(MR, num - r);
                     int64_t to = least(stop, high[(r + m - 1) / group]);
                     if (p * VW >= to || (p + NV) * VW <= low[r / group]) continue;
                     int64_t n = least(NV, (to - p * VW + VW - 1) / VW);
-                    logits_of_rows(m, n, room.q + r * size, size, own, room.logits + r * LDS + p * VW - at,
-                                   most(0, first - p * VW), least(n * VW, stop - p * VW));
+                    logits_of_rows<T>(m, n, room.q + r * depth, depth, own, factor, room.logits + r * LDS + p * VW - at,
+                                      most(0, first - p * VW), least(n * VW, stop - p * VW));
                 }
             }
         }
         for (int64_t r = 0; r < num; r += MR) {
             int64_t m = least(MR, num - r);
-            int64_t from = most(0, low[r / group] - at), to = least(KEYS, high[(r + m - 1) / group] - at);
+            int64_t from = most(0, low[r / group] / per * per - at);
+            int64_t to = least(KEYS, padded(high[(r + m - 1) / group], per) - at);
             for (int64_t i = r; i < r + m; i++)
-                soften(a, room.logits + i * LDS, from, to, most(0, low[i / group] - at),
-                       least(KEYS, high[i / group] - at), room.largest + i, room.total + i, room.out + i * width, width);
+                soften<T>(a, room.logits + i * LDS, from, to, most(0, low[i / group] - at),
+                          least(KEYS, high[i / group] - at), room.largest + i, room.total + i, room.out + i * width,
+                          width);
         }
         for (const int64_t *c = chain; c < chain_end && a->segments[*c].position < at + KEYS; c++) {
             const Segment *s = a->segments + *c;
-            int64_t end = least(s->position + s->length, at + KEYS);
-            for (int64_t p = most(s->position, at); p < end; p += VALUES) {
+            int64_t own_end = s->position + s->length;
+            int64_t end = least(c + 1 < chain_end ? own_end / per * per : padded(own_end, per), at + KEYS);
+            for (int64_t p = most(s->position / per * per, at); p < end; p += VALUES) {
                 int64_t stop = least(p + VALUES, end);
                 for (int64_t r = 0; r < num; r += MR) {
                     int64_t m = least(MR, num - r);
-                    int64_t from = most(p, low[r / group]), to = least(stop, high[(r + m - 1) / group]);
-                    if (from < to)
-                        add_values_of_rows(m, room.logits + r * LDS + from - at,
-                                           values + (s->start + from - s->position) * stride, stride, to - from,
-                                           room.out + r * width, width);
+                    int64_t from = most(p, low[r / group] / per * per);
+                    int64_t to = least(stop, padded(high[(r + m - 1) / group], per));
+                    if (from >= to) continue;
+                    int64_t slot = per == 1 ? s->start + from - s->position
+                                            : (s->panel * VW + from - s->position / VW * VW) / per;
+                    add_values_of_rows<T>(m, room.logits + r * LDS + (from - at) / per, values + slot * stride, stride,
+                                          (to - from) / per, room.out + r * width, width);
                 }
             }
         }
@@ -315,31 +409,37 @@ template <class T>
 static void compute(const Attention *a) {
     const Sizes sizes = sizes_of(a);
     float *keys = a->scratch, *values = keys + padded(sizes.keys, 16), *rooms = values + padded(sizes.values, 16);
-    const int64_t panel_size = a->size * VW;
+    const int64_t panel_size = sizes.depth * VW, head_values = sizes.values / a->kv_heads;
 #pragma omp parallel num_threads((int)a->threads)
     {
         Room room;
         room.q = rooms + omp_get_thread_num() * sizes.per_thread;
-        room.out = room.q + sizes.rows * a->size;
+        room.out = room.q + sizes.rows * sizes.depth;
         room.logits = room.out + sizes.rows * sizes.width;
         room.largest = room.logits + sizes.rows * LDS;
         room.total = room.largest + sizes.rows;
 #pragma omp for collapse(2) schedule(static) nowait
         for (int64_t head = 0; head < a->kv_heads; head++)
             for (int64_t panel = 0; panel < a->num_panels; panel++)
-                pack_panel<T>(a, head, panel, keys + (head * a->num_panels + panel) * panel_size);
-        if (sizes.packs_values) {
+                pack_panel<T>(a, head, panel, sizes.depth, keys + (head * a->num_panels + panel) * panel_size);
+        if constexpr (Slot<T>::PER > 1) {
+            const int64_t slots = VW / Slot<T>::PER * sizes.width;
+#pragma omp for collapse(2) schedule(static) nowait
+            for (int64_t head = 0; head < a->kv_heads; head++)
+                for (int64_t panel = 0; panel < a->num_panels; panel++)
+                    pack_pairs<T>(a, head, panel, values + head * head_values + panel * slots, sizes.width);
+        } else if (sizes.packs_values) {
 #pragma omp for collapse(2) schedule(static) nowait
             for (int64_t head = 0; head < a->kv_heads; head++)
                 for (int64_t token = 0; token < a->tokens; token++)
-                    pack_value<T>(a, head, token, values + (head * a->tokens + token) * sizes.width, sizes.width);
+                    pack_value<T>(a, head, token, values + head * head_values + token * sizes.width, sizes.width);
         }
 #pragma omp barrier
 #pragma omp for collapse(2) schedule(dynamic, 1)
         for (int64_t head = 0; head < a->kv_heads; head++)
             for (int64_t i = 0; i < a->num_blocks; i++)
-                attend<T>(a, &sizes, keys + head * a->num_panels * panel_size, values + head * a->tokens * sizes.width,
-                          head, a->blocks + i, room);
+                attend<T>(a, &sizes, keys + head * a->num_panels * panel_size, values + head * head_values, head,
+                          a->blocks + i, room);
     }
 }
 

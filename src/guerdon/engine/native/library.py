@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from pathlib import Path
 
 import torch
 
 _LEVELS = {"AVX512": "avx512", "AVX2": "avx2"}
-"""Which build serves which of PyTorch's levels, which obey ATEN_CPU_CAPABILITY; all others the baseline."""
+"""Which build serves which of PyTorch's levels, which obey ATEN_CPU_CAPABILITY; all others the baseline.
+
+With AVX512-BF16, which PyTorch has no level for, `avx512_bf16` serves, unless ATEN_CPU_CAPABILITY names avx512.
+"""
 
 
 @functools.cache
@@ -24,6 +28,13 @@ def find() -> tuple[ctypes.CDLL | None, str]:
     """Returns the kernels for this processor and the name of their build, or None and why there are none."""
     build = _LEVELS.get(torch.backends.cpu.get_cpu_capability(), "baseline")
     path = Path(__file__).with_name(f"kernels_{build}.so")
+    if (
+        build == "avx512"
+        and os.environ.get("ATEN_CPU_CAPABILITY") != "avx512"
+        and torch.cpu._is_avx512_bf16_supported()
+    ):
+        faster = path.with_name("kernels_avx512_bf16.so")  # an older compiler makes none
+        build, path = ("avx512_bf16", faster) if faster.is_file() else (build, path)
     if not path.is_file():
         return None, "guerdon was installed without a C++ compiler"
     runtime = _openmp()

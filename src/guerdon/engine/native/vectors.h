@@ -1,6 +1,7 @@
 // Vectors of VW floats by the compilers' vector types, without intrinsics: one source for every processor.
 //
-// Dtypes are numbers in the C interface: 0 float32, 1 bfloat16, 2 float16. All arithmetic is float32.
+// Dtypes are numbers in the C interface: 0 float32, 1 bfloat16, 2 float16. All arithmetic is float32, but for what
+// attention multiplies by AVX512-BF16.
 #pragma once
 #include <stdint.h>
 #include <string.h>
