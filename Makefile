@@ -59,6 +59,7 @@ docs: $(VENV)/.dev  ## the documentation as a site, in out/site; a broken link f
 pages: $(VENV)/.dev  ## write the pages anew that are made from the code
 	$(BIN)/python scripts/metrics_page.py
 	$(BIN)/python scripts/config_page.py
+	$(BIN)/python scripts/protocol_tables.py
 	$(BIN)/python scripts/grafana_dashboard.py
 
 fuzz: $(VENV)/.dev  ## a million inputs and more to codecs, forms and a server (ARGS="--inputs 20000": fewer)
@@ -84,6 +85,7 @@ check: $(VENV)/.dev  ## format, lint, types, unsafe calls, who may import whom, 
 	$(BIN)/bandit -q -c pyproject.toml -r src
 	$(BIN)/python scripts/metrics_page.py --check
 	$(BIN)/python scripts/config_page.py --check
+	$(BIN)/python scripts/protocol_tables.py --check
 	$(BIN)/python scripts/grafana_dashboard.py --check
 	$(BIN)/python scripts/house.py --check
 	$(BIN)/python -m pytest -q tests/test_layout.py

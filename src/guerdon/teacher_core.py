@@ -138,6 +138,12 @@ class TokenLogprobs:
     hidden: np.ndarray | None = None
 
     @property
+    def num_asked(self) -> int:
+        """How many tokens were asked about."""
+        tables = (self.logprobs, self.entropy, self.ranks, self.top_ids, self.given_logprobs, self.hidden)
+        return max((len(table) for table in tables if table is not None), default=0)
+
+    @property
     def num_bytes(self) -> int:
         """Size of all arrays."""
         return sum(array.nbytes for name in self.__slots__ if (array := getattr(self, name)) is not None)

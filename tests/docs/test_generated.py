@@ -47,6 +47,11 @@ def test_the_page_of_settings_is_not_out_of_date(tmp_path: Path) -> None:
     assert ran("config_page.py", "--check", "--out", other).returncode == 0
 
 
+def test_the_tables_of_tensors_are_not_out_of_date() -> None:
+    checked = ran("protocol_tables.py", "--check")
+    assert checked.returncode == 0, checked.stderr
+
+
 @pytest.mark.parametrize(
     "cls", [ServerConfig, ModelConfig, TeacherConfig, JudgeConfig, CriticConfig, RewardConfig, ComponentConfig]
 )

@@ -13,8 +13,10 @@ import numpy as np
 from guerdon.client import plain_json
 from guerdon.core import Message, ScoreRequest
 from guerdon.errors import InvalidRequest, SampleFailed, ServerFault
+from guerdon.wire import schema
+from guerdon.wire.schema import Field
 from guerdon.wire.score_tensors import DEFAULT_PRIORITY_LEVEL
-from guerdon.wire.tensors import DTYPES, InferReply, InferRequest, Tensor
+from guerdon.wire.tensors import DTYPES, InferReply, InferRequest, Tensor, pad_rows
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,14 +37,21 @@ _SAMPLES = {
 }
 
 _KINDS = {
-    "rewards": ("reward model", "guerdon serve", "RewardClient"),
-    "values": ("critic", "guerdon serve-critic", "CriticClient"),
-    "loss_mean": ("critic that trains", "guerdon serve-critic", "CriticClient"),
-    "logprobs": ("teacher", "guerdon serve-teacher", "TeacherClient"),
+    schema.REWARDS: ("reward model", "guerdon serve", "RewardClient"),
+    schema.VALUES: ("critic", "guerdon serve-critic", "CriticClient"),
+    schema.LOSS: ("critic that trains", "guerdon serve-critic", "CriticClient"),
+    schema.LOGPROBS: ("teacher", "guerdon serve-teacher", "TeacherClient"),
 }
 """By an output: the kind of model that has it, its command, and its client."""
 
-_OUTPUTS = ("rewards", "attributes", "values", "sequence_lengths", "step_rewards", "step_counts", "errors")
+_HINTS = (schema.GROUPS, schema.PROMPT_LENGTHS, schema.PROMPTS, schema.LABELS)
+"""The inputs that are left out if the model does not list them."""
+_SENT = (schema.SENTENCES, schema.MESSAGES, schema.TOKENS, schema.STEPS, *_HINTS)
+
+_OUTPUTS = (
+    *(schema.REWARDS, schema.ATTRIBUTES, schema.VALUES, schema.OUT_LENGTHS, schema.STEP_REWARDS, schema.STEP_COUNTS),
+    schema.ERRORS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +132,12 @@ class Call(Generic[T]):
     priority: int = 0
 
 
-def check_gives(signature: ModelSignature, output: str) -> None:
+def check_gives(signature: ModelSignature, output: Field) -> None:
     """Raises InvalidRequest that names the right client and the right command if the model lacks the output."""
-    if output in signature.outputs:
+    if output.name in signature.outputs:
         return
     kind, command, _ = _KINDS[output]
-    asker = next((client for other, (_, _, client) in _KINDS.items() if other in signature.outputs), "")
+    asker = next((client for other, (_, _, client) in _KINDS.items() if other.name in signature.outputs), "")
     raise InvalidRequest(
         f"model '{signature.name}' is no {kind}: it gives {', '.join([*signature.outputs][:3])}"
         f"{asker and f', for which a {asker} asks'}; {command} serves one"
@@ -139,7 +148,7 @@ def prepare_score(model: str, request: ScoreRequest) -> Call[Scores]:
     """Returns the call that scores `request`; the server learns the time-out if the request has its own."""
 
     def build_checked(signature: ModelSignature, left_s: float) -> InferRequest:
-        check_gives(signature, "rewards")
+        check_gives(signature, schema.REWARDS)
         return build(request, signature, None if request.timeout_s is None else left_s)
 
     return Call(
@@ -216,28 +225,20 @@ def make_request(
         for i, row in enumerate(request.tokens):
             if pad_to_length is not None and len(row) > pad_to_length:
                 raise InvalidRequest(f"tokens[{i}] has {len(row)} ids, more than pad_to_length, {pad_to_length}")
-    hints = {
-        "groups": groups, "prompt_lengths": prompt_lengths, "steps": steps, "prompts": prompts, "labels": labels
-    }  # fmt: skip
-    for name, hint in hints.items():
-        if hint is not None and _num_entries(hint) != len(samples):
-            found = (
-                f"is {_type_with_article(hint)}" if _num_entries(hint) is None else f"has {_num_entries(hint)} entries"
-            )
+    hints: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
+        "groups": (groups, integer_row),
+        "prompt_lengths": (prompt_lengths, integer_row),
+        "steps": (steps, id_rows),
+        "prompts": (prompts, _strings),
+        "labels": (labels, lambda _, values: list(values)),
+    }
+    for name, (hint, read) in hints.items():
+        if hint is None:
+            continue
+        if (count := _num_entries(hint)) != len(samples):
+            found = f"is {_type_with_article(hint)}" if count is None else f"has {count} entries"
             raise InvalidRequest(f"{name} {found} for {len(samples)} samples; it must be a list of one entry each")
-    if groups is not None:
-        request.groups = number_row("groups", groups, "iu", np.int64)
-    if prompt_lengths is not None:
-        request.prompt_lengths = number_row("prompt_lengths", prompt_lengths, "iu", np.int64)
-    if steps is not None:
-        request.steps = id_rows("steps", steps)
-    if prompts is not None:
-        wrong = next((i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)), None)
-        if wrong is not None:
-            raise InvalidRequest(f"prompts[{wrong}] is {_type_with_article(prompts[wrong])}; each must be a string")
-        request.prompts = list(prompts)
-    if labels is not None:
-        request.labels = list(labels)
+        setattr(request, name, read(name, hint))
     return request
 
 
@@ -262,6 +263,13 @@ def check_samples(name: str, samples: Any) -> None:
                 raise InvalidRequest(
                     f"{name}[{i}][{j}] is {_type_with_article(message)}, not an object with role and content"
                 )
+
+
+def _strings(name: str, values: Any) -> list[str]:
+    for i, value in enumerate(values):
+        if not isinstance(value, str):
+            raise InvalidRequest(f"{name}[{i}] is {_type_with_article(value)}; each must be a string")
+    return list(values)
 
 
 def _num_entries(values: Any) -> int | None:
@@ -290,29 +298,14 @@ def build(request: ScoreRequest, signature: ModelSignature, timeout_s: float | N
 
     Leaves out hints that the model does not list. Raises InvalidRequest if it lacks an input that matters.
     """
-    listed = signature.inputs
     inputs: list[Tensor] = []
-    if request.tokens is not None:
-        _require(signature, "tokens", "sequence_lengths")
-        lengths = np.array([len(row) for row in request.tokens])
-        inputs.append(_padded("tokens", listed["tokens"], request.tokens, 0, request.pad_to_length))
-        inputs.append(_column("sequence_lengths", listed["sequence_lengths"], lengths))
-    if request.messages is not None:
-        _require(signature, "messages")
-        inputs.append(_json("messages", request.messages))
-    if request.texts is not None:
-        _require(signature, "sentences")
-        inputs.append(_texts("sentences", "texts", request.texts))
-    if request.steps is not None:
-        _require(signature, "step_positions")
-        inputs.append(_padded("step_positions", listed["step_positions"], request.steps, -1))
-    for name, hint in (("group_ids", request.groups), ("prompt_lengths", request.prompt_lengths)):
-        if hint is not None and name in listed:
-            inputs.append(_column(name, listed[name], hint))
-    if request.prompts is not None and "prompts" in listed:
-        inputs.append(_texts("prompts", "prompts", request.prompts))
-    if request.labels is not None and "labels" in listed:
-        inputs.append(_json("labels", request.labels))
+    for field in _SENT:
+        rows = getattr(request, field.at)
+        if rows is None or (field.name not in signature.inputs and field in _HINTS):
+            continue
+        inputs.append(_write(field, rows, signature, request.pad_to_length if field is schema.TOKENS else None))
+        if field is schema.TOKENS:
+            inputs.append(_write(schema.LENGTHS, np.array([len(row) for row in rows]), signature))
     parameters: dict[str, Any] = {}
     if request.priority:
         # Triton's levels count down from the default to 1, which goes first.
@@ -321,7 +314,7 @@ def build(request: ScoreRequest, signature: ModelSignature, timeout_s: float | N
         parameters["timeout"] = max(1, round(timeout_s * 1e6))
     return InferRequest(
         inputs={tensor.name: tensor for tensor in inputs},
-        outputs={name: True for name in _OUTPUTS if name in signature.outputs},
+        outputs={field.name: True for field in _OUTPUTS if field.name in signature.outputs},
         parameters=parameters,
     )
 
@@ -332,13 +325,13 @@ def parse(reply: InferReply, request: ScoreRequest, queue_s: float = 0.0, comput
     If `rewards` has several columns, these become the attributes, and their mean the reward.
     """
     outputs = {tensor.name: tensor.data for tensor in reply.outputs}
-    rewards = np.asarray(outputs.get("rewards", ()), np.float32)
+    rewards = np.asarray(outputs.get(schema.REWARDS.name, ()), np.float32)
     if len(rewards) != len(request):
         raise ServerFault(f"the server sent {len(rewards)} rewards for {len(request)} samples")
     rewards = rewards.reshape(len(request), -1)
-    attributes = np.asarray(outputs["attributes"], np.float32) if "attributes" in outputs else None
-    if rewards.shape[1] > 1 and attributes is None:
-        attributes = rewards
+    attributes: np.ndarray | None = rewards if rewards.shape[1] > 1 else None
+    if schema.ATTRIBUTES.name in outputs:
+        attributes = np.asarray(outputs[schema.ATTRIBUTES.name], np.float32)
     merged = rewards[:, 0].copy() if rewards.shape[1] == 1 else rewards.mean(axis=1)
     names = tuple(filter(None, str(reply.parameters.get("attribute_names", "")).split(",")))
     failed = sample_errors(outputs, len(request))
@@ -360,64 +353,60 @@ def parse(reply: InferReply, request: ScoreRequest, queue_s: float = 0.0, comput
 
 def sample_errors(outputs: dict[str, Any], num_samples: int) -> list[str | None]:
     """Returns the server's error for each sample, None for each that succeeded."""
-    return [error.decode("utf-8", "replace") or None for error in outputs.get("errors", [b""] * num_samples)]
+    errors = outputs.get(schema.ERRORS.name, [b""] * num_samples)
+    return [error.decode("utf-8", "replace") or None for error in errors]
 
 
 def sample_values(outputs: dict[str, Any], request: ScoreRequest) -> list[np.ndarray] | None:
     """Returns each sample's values without padding, None without values; raises ServerFault for a wrong number."""
-    if "values" not in outputs:
+    if schema.VALUES.name not in outputs:
         return None
-    rows = list(np.asarray(outputs["values"], np.float32))
+    rows = list(np.asarray(outputs[schema.VALUES.name], np.float32))
     if len(rows) != len(request):
         raise ServerFault(f"the server sent values of {len(rows)} samples; {len(request)} were asked for")
     if request.tokens is not None:
         return [row[: len(tokens)] for row, tokens in zip(rows, request.tokens, strict=True)]
-    lengths = np.ravel(outputs["sequence_lengths"]) if "sequence_lengths" in outputs else [None] * len(rows)
+    name = schema.OUT_LENGTHS.name
+    lengths = np.ravel(outputs[name]) if name in outputs else [None] * len(rows)
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
-def _require(signature: ModelSignature, *names: str) -> None:
-    for name in names:
-        if name not in signature.inputs:
-            hint = ""
-            if name in ("sentences", "messages") and "sentences" not in signature.inputs:
-                hint = "; it reads no text (a checkpoint's folder without a tokenizer): send tokens"
-            elif name == "messages":
-                hint = "; apply the chat template yourself and send texts"
-            raise InvalidRequest(
-                f"model '{signature.name}' takes no input '{name}'; it takes {', '.join(signature.inputs)}{hint}"
-            )
-
-
-def _texts(name: str, argument: str, texts: list[str]) -> Tensor:
+def _write(field: Field, rows: Any, signature: ModelSignature, width: int | None = None) -> Tensor:
+    """Returns the rows as the model's input; raises InvalidRequest if the model lacks it, or a text is not UTF-8."""
+    name = field.name
+    if name not in signature.inputs:
+        hint = ""
+        if field in (schema.SENTENCES, schema.MESSAGES) and schema.SENTENCES.name not in signature.inputs:
+            hint = "; it reads no text (a checkpoint's folder without a tokenizer): send tokens"
+        elif field is schema.MESSAGES:
+            hint = "; apply the chat template yourself and send texts"
+        raise InvalidRequest(
+            f"model '{signature.name}' takes no input '{name}'; it takes {', '.join(signature.inputs)}{hint}"
+        )
+    if field.datatype != "BYTES":
+        datatype = signature.inputs[name]
+        dtype = DTYPES[datatype]
+        data = rows.astype(dtype)[:, None] if field.axes == "B 1" else pad_rows(rows, dtype, field.pad, width)
+        return Tensor(name, datatype, data.shape, data)
+    if field in (schema.MESSAGES, schema.LABELS):
+        written = [plain_json.write(value, f"{name}[{row}]") for row, value in enumerate(rows)]
+        return Tensor(name, field.datatype, (len(written), 1), written)
     try:
-        return Tensor.of_texts(name, texts)
+        return Tensor.of_texts(name, rows)
     except UnicodeEncodeError as e:
-        row = next(i for i, text in enumerate(texts) if text == e.object)
-        raise InvalidRequest(f"{argument}[{row}] cannot be written as UTF-8: {e.reason} at character {e.start}") from e
-
-
-def _json(name: str, values: Sequence[Any]) -> Tensor:
-    written = [plain_json.write(value, f"{name}[{row}]") for row, value in enumerate(values)]
-    return Tensor(name, "BYTES", (len(written), 1), written)
-
-
-def _column(name: str, datatype: str, values: np.ndarray) -> Tensor:
-    return Tensor(name, datatype, (len(values), 1), values.astype(DTYPES[datatype]).reshape(-1, 1))
-
-
-def _padded(name: str, datatype: str, rows: list[np.ndarray], fill: int, width: int | None = None) -> Tensor:
-    data = pad_rows(rows, DTYPES[datatype], fill, width)
-    return Tensor(name, datatype, data.shape, data)
+        row = next(i for i, text in enumerate(rows) if text == e.object)
+        why = f"{e.reason} at character {e.start}"
+        raise InvalidRequest(f"{field.at}[{row}] cannot be written as UTF-8: {why}") from e
 
 
 def _steps(outputs: dict[str, Any]) -> list[np.ndarray] | None:
-    if "step_rewards" not in outputs:
+    if schema.STEP_REWARDS.name not in outputs:
         return None
-    rows = list(np.asarray(outputs["step_rewards"], np.float32))
-    if "step_counts" not in outputs:
+    rows = list(np.asarray(outputs[schema.STEP_REWARDS.name], np.float32))
+    if schema.STEP_COUNTS.name not in outputs:
         return [row[~np.isnan(row)] for row in rows]
-    return [row[: int(count)] for row, count in zip(rows, np.ravel(outputs["step_counts"]), strict=True)]
+    counts = np.ravel(outputs[schema.STEP_COUNTS.name])
+    return [row[: int(count)] for row, count in zip(rows, counts, strict=True)]
 
 
 def number_row(name: str, values: Any, kinds: str, dtype: Any) -> np.ndarray:
@@ -435,9 +424,14 @@ def number_row(name: str, values: Any, kinds: str, dtype: Any) -> np.ndarray:
         return array.astype(dtype, copy=False)
 
 
+def integer_row(name: str, values: Any) -> np.ndarray:
+    """Returns one row of integers as int64; raises InvalidRequest."""
+    return number_row(name, values, "iu", np.int64)
+
+
 def id_rows(name: str, rows: Any) -> list[np.ndarray]:
     """Returns rows of integers as int64."""
-    return [number_row(f"{name}[{i}]", values, "iu", np.int64) for i, values in enumerate(rows)]
+    return [integer_row(f"{name}[{i}]", values) for i, values in enumerate(rows)]
 
 
 def token_rows(tokens: TokenRows, lengths: Integers | None = None) -> list[np.ndarray]:
@@ -449,21 +443,13 @@ def token_rows(tokens: TokenRows, lengths: Integers | None = None) -> list[np.nd
     rows = id_rows("tokens", tokens)
     if lengths is None:
         return rows
-    counts = number_row("lengths", lengths, "iu", np.int64).tolist()
+    counts = integer_row("lengths", lengths).tolist()
     if len(counts) != len(rows):
         raise InvalidRequest(f"lengths has {len(counts)} entries for {len(rows)} rows of tokens")
     for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
         if not 0 < count <= len(row):
             raise InvalidRequest(f"lengths[{i}] is {count}, and tokens[{i}] has {len(row)} ids")
     return [row[:count] for row, count in zip(rows, counts, strict=True)]
-
-
-def pad_rows(rows: list[np.ndarray], dtype: Any, fill: int = 0, width: int | None = None) -> np.ndarray:
-    """Returns the rows as a table `[N, width]`, padded with `fill`; the default width is the longest row's."""
-    table = np.full((len(rows), width or max(map(len, rows))), fill, dtype)
-    for out, values in zip(table, rows, strict=True):
-        out[: len(values)] = values
-    return table
 
 
 def raise_first(errors: list[str | None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -18,8 +18,10 @@ from guerdon.core import ScoreRequest
 from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, Gae, Operation, TrainReport, TrainRequest
 from guerdon.errors import InvalidRequest, ServerFault
 from guerdon.trees import NO_TREE_REWARDS
+from guerdon.wire import schema
 from guerdon.wire.critic_tensors import GAE, TRAIN_ID, from_json
-from guerdon.wire.tensors import InferReply, InferRequest, Tensor
+from guerdon.wire.schema import Field
+from guerdon.wire.tensors import InferReply, InferRequest, Tensor, pad_rows
 
 Result = TypeVar("Result", TrainReport, CheckpointInfo, CriticState)
 Rows = Sequence[Sequence[float]] | Sequence[np.ndarray] | np.ndarray
@@ -28,6 +30,12 @@ Rows = Sequence[Sequence[float]] | Sequence[np.ndarray] | np.ndarray
 
 Rewards = Rows | Sequence[float]
 """Rewards of tokens, one row a sample, or one reward a sample."""
+
+_ROWS = (
+    *(schema.TRAIN_TOKENS, schema.RETURNS, schema.PREV_VALUES, schema.TRAIN_REWARDS, schema.MASK),
+    *(schema.TRAIN_PARENTS, schema.TRAIN_LENGTHS),
+)
+_ESTIMATES = (schema.ADVANTAGES, schema.OUT_RETURNS)
 
 
 @dataclass(slots=True, eq=False)
@@ -151,16 +159,12 @@ def make_train_request(
         for name in needed
         if (rows := given[name]) is not None
     }
-    made = TrainRequest(
-        train_id or uuid.uuid4().hex,
-        calls.pad_rows(ids, np.int64),
-        tables.get("returns", np.empty((len(ids), 0), np.float32)),
-        tables.get("prev_values", np.empty((len(ids), 0), np.float32)),
-        tables["mask"],
-        updates=updates,
-    )
+    unknown, request_id = np.empty((len(ids), 0), np.float32), train_id or uuid.uuid4().hex
+    made = TrainRequest(request_id, pad_rows(ids, np.int64), unknown, unknown, tables["mask"], updates=updates)
+    for name, table in tables.items():
+        setattr(made, name, table)
     if rewards is not None:
-        made.rewards, made.gae = tables["rewards"], gae or Gae()
+        made.gae = gae or Gae()
     if parents is not None:
         made.parents, made.lengths = parent_row(parents, len(ids)), np.array([len(row) for row in ids], np.int64)
     return made
@@ -168,7 +172,7 @@ def make_train_request(
 
 def parent_row(parents: Integers, num_rows: int) -> np.ndarray:
     """Returns each row's parent, int64; raises InvalidRequest unless there are as many as rows."""
-    made = calls.number_row("parents", parents, "iu", np.int64)
+    made = calls.integer_row("parents", parents)
     if len(made) != num_rows:
         raise InvalidRequest(f"parents has {len(made)} entries for {num_rows} rows of tokens")
     return made
@@ -195,7 +199,7 @@ def _table(name: str, rows: Any, ids: list[np.ndarray], is_padded: bool, is_tree
                 f"{name}[{i}] has {len(found)} entries for {len(row)} tokens; it must have one fewer than tokens: "
                 "entry t belongs to the action at token t+1"
             )
-    return calls.pad_rows(numbers, np.float32)
+    return pad_rows(numbers, np.float32)
 
 
 def prepare_infer(
@@ -207,18 +211,18 @@ def prepare_infer(
     """
 
     def build(signature: ModelSignature, left_s: float) -> InferRequest:
-        calls.check_gives(signature, "values")
-        if needs_rewards and "rewards" not in signature.outputs:
+        calls.check_gives(signature, schema.VALUES)
+        if needs_rewards and schema.REWARDS.name not in signature.outputs:
             raise InvalidRequest(
                 f"model '{model}' gives no rewards; start its server with --reward-model, or use infer and a "
                 "RewardClient of another server"
             )
         built = calls.build(request, signature, left_s)
         if not needs_rewards and built.outputs is not None:
-            built.outputs.pop("rewards", None)  # spares the reward model's run
+            built.outputs.pop(schema.REWARDS.name, None)  # spares the reward model's run
         if parents is not None:
             _check_takes_trees(signature)
-            built.inputs["parents"] = Tensor.of("parents", parents[:, None])
+            built.inputs[schema.PARENTS.name] = Tensor.of(schema.PARENTS.name, parents[:, None])
         return built
 
     parse = functools.partial(_scores, request)
@@ -226,7 +230,7 @@ def prepare_infer(
 
 
 def _check_takes_trees(signature: ModelSignature) -> None:
-    if "parents" not in signature.inputs:
+    if schema.PARENTS.name not in signature.inputs:
         raise InvalidRequest(
             f"model '{signature.name}' takes no parents: its server is older; update it, or send whole sequences"
         )
@@ -236,29 +240,30 @@ def prepare_train(model: str, request: TrainRequest) -> Call[TrainReport]:
     """Returns the call that trains or validates on `request`."""
 
     def build(signature: ModelSignature, left_s: float) -> InferRequest:
-        calls.check_gives(signature, "loss_mean")
-        if "report" not in signature.outputs:
+        calls.check_gives(signature, schema.LOSS)
+        if schema.REPORT.name not in signature.outputs:
             raise InvalidRequest(
                 f"model '{model}' gives no report: its server could not recognise a request that is sent again, and "
                 "would train on it twice; this client trains guerdon's critics only"
             )
-        if (request.updates != 1 or request.gae is not None) and "advantages" not in signature.outputs:
+        if (request.updates != 1 or request.gae is not None) and schema.ADVANTAGES.name not in signature.outputs:
             raise InvalidRequest(
                 f"model '{model}' is an older server's, which knows neither updates nor rewards; update it, or send "
                 "returns and prev_values, once for each update"
             )
         if request.parents is not None:
             _check_takes_trees(signature)
-        outputs = ["report"] if request.rewards is None else ["report", "advantages", "returns"]
+        outputs = [schema.REPORT] if request.rewards is None else [schema.REPORT, *_ESTIMATES]
         return _train_request(request, outputs, left_s)
 
     def parse(reply: InferReply, *_: float) -> TrainReport:
-        report = _read_result(TrainReport, reply, "report")
+        report = _read_result(TrainReport, reply, schema.REPORT)
         if request.rewards is not None:
-            found = {tensor.name: np.asarray(tensor.data) for tensor in reply.outputs if tensor.name != "report"}
-            if any(table.shape != request.mask.shape for table in found.values()) or len(found) != 2:
+            found = {tensor.name: np.asarray(tensor.data) for tensor in reply.outputs}
+            tables = [found.get(field.name) for field in _ESTIMATES]
+            if any(table is None or table.shape != request.mask.shape for table in tables):
                 raise ServerFault(f"model '{reply.model_name}' sent no advantages and returns of the mask's shape")
-            report.advantages, report.returns = found["advantages"], found["returns"]
+            report.advantages, report.returns = tables
         return report
 
     return Call(model, build, parse, request.tokens.size)
@@ -271,16 +276,19 @@ def prepare_train_loss(model: str, request: TrainRequest) -> Call[float]:
     """
 
     def build(signature: ModelSignature, left_s: float) -> InferRequest:
-        calls.check_gives(signature, "loss_mean")
-        return _train_request(request, ["loss_mean"], left_s)
+        calls.check_gives(signature, schema.LOSS)
+        return _train_request(request, [schema.LOSS], left_s)
 
     def parse(reply: InferReply, *_: float) -> float:
-        losses = [np.ravel(np.asarray(t.data, np.float32)) for t in reply.outputs if t.name == "loss_mean"]
+        name = schema.LOSS.name
+        losses = [np.ravel(np.asarray(t.data, np.float32)) for t in reply.outputs if t.name == name]
         if not losses or losses[0].size != 1:
-            raise ServerFault(f"model '{reply.model_name}' sent no 'loss_mean' of one number")
+            raise ServerFault(f"model '{reply.model_name}' sent no '{name}' of one number")
         return float(losses[0][0])
 
-    return Call(model, build, parse, request.tokens.size, may_repeat=lambda signature: "report" in signature.outputs)
+    return Call(
+        model, build, parse, request.tokens.size, may_repeat=lambda signature: schema.REPORT.name in signature.outputs
+    )
 
 
 def prepare_control(model: str, request: ControlRequest) -> Call[Any]:
@@ -289,27 +297,29 @@ def prepare_control(model: str, request: ControlRequest) -> Call[Any]:
     Raises InvalidRequest for metrics that are not finite numbers.
     """
     metrics = {name: _metric(name, value) for name, value in request.metrics.items()}
-    output, cls = _OUTPUTS.get(request.operation, ("", None))
+    result = _RESULTS.get(request.operation)
 
     def build(signature: ModelSignature, left_s: float) -> InferRequest:
-        inputs = [Tensor.of("dummy_var", np.zeros(1, np.int64))]  # PyTriton's servers require an input
+        inputs = [Tensor.of(schema.DUMMY.name, np.zeros(1, np.int64))]  # PyTriton's servers require an input
         if metrics:
-            inputs.append(Tensor("metrics", "BYTES", (1,), [orjson.dumps(metrics)]))
+            inputs.append(Tensor(schema.METRICS.name, "BYTES", (1,), [orjson.dumps(metrics)]))
         if request.checkpoint is not None:
-            inputs.append(Tensor("checkpoint", "BYTES", (1,), [request.checkpoint.encode()]))
-        return _request(inputs, list(signature.outputs), left_s)
+            inputs.append(Tensor(schema.CHECKPOINT.name, "BYTES", (1,), [request.checkpoint.encode()]))
+        return _request(inputs, signature.outputs, left_s)
 
     def parse(reply: InferReply, queue_s: float, compute_s: float) -> Any:
-        is_there = any(tensor.name == output for tensor in reply.outputs)
-        return _read_result(cls, reply, output) if cls is not None and is_there else None
+        if result is None or all(tensor.name != result[0].name for tensor in reply.outputs):
+            return None
+        output, cls = result
+        return _read_result(cls, reply, output)
 
     return Call(model, build, parse)
 
 
-_OUTPUTS: dict[Operation, tuple[str, type]] = {
-    Operation.SAVE: ("report", CheckpointInfo),
-    Operation.LOAD: ("report", CheckpointInfo),
-    Operation.STATE: ("state", CriticState),
+_RESULTS: dict[Operation, tuple[Field, type]] = {
+    Operation.SAVE: (schema.REPORT, CheckpointInfo),
+    Operation.LOAD: (schema.REPORT, CheckpointInfo),
+    Operation.STATE: (schema.STATE, CriticState),
 }
 
 
@@ -324,31 +334,31 @@ def _metric(name: Any, value: Any) -> float:
     return number
 
 
-def _train_request(request: TrainRequest, outputs: list[str], left_s: float) -> InferRequest:
-    names = ("tokens", "returns", "prev_values", "mask") if request.rewards is None else ("tokens", "rewards", "mask")
-    rows = [Tensor.of(name, getattr(request, name)) for name in names]
-    if request.parents is not None and request.lengths is not None:
-        rows += [Tensor.of("parents", request.parents[:, None])]
-        rows += [Tensor.of("sequence_lengths", request.lengths[:, None])]
+def _train_request(request: TrainRequest, outputs: list[Field], left_s: float) -> InferRequest:
+    rows = []
+    for field in _ROWS:
+        array = getattr(request, field.at)
+        if array is not None and not (request.rewards is not None and field in (schema.RETURNS, schema.PREV_VALUES)):
+            rows.append(Tensor.of(field.name, array[:, None] if field.axes == "N 1" else array))
     parameters: dict[str, Any] = {TRAIN_ID: request.id}
     if request.updates != 1:
         parameters["updates"] = request.updates
     if request.gae is not None:
         parameters |= {name: value for name in GAE if (value := getattr(request.gae, name)) is not None}
-    return _request(rows, outputs, left_s, **parameters)
+    return _request(rows, [field.name for field in outputs], left_s, **parameters)
 
 
-def _request(inputs: list[Tensor], outputs: list[str], left_s: float, **parameters: Any) -> InferRequest:
+def _request(inputs: list[Tensor], outputs: Iterable[str], left_s: float, **parameters: Any) -> InferRequest:
     parameters["timeout"] = max(1, round(left_s * 1e6))
     return InferRequest({tensor.name: tensor for tensor in inputs}, dict.fromkeys(outputs, True), "", parameters)
 
 
-def _read_result(cls: type[Result], reply: InferReply, output: str) -> Result:
+def _read_result(cls: type[Result], reply: InferReply, output: Field) -> Result:
     try:
-        (text,) = next(tensor.data for tensor in reply.outputs if tensor.name == output)
+        (text,) = next(tensor.data for tensor in reply.outputs if tensor.name == output.name)
         return from_json(cls, text)
     except (StopIteration, ValueError, TypeError) as e:
-        raise ServerFault(f"model '{reply.model_name}' sent no '{output}', or not a {cls.__name__}: {e}") from e
+        raise ServerFault(f"model '{reply.model_name}' sent no '{output.name}', or not a {cls.__name__}: {e}") from e
 
 
 def _scores(request: ScoreRequest, reply: InferReply, queue_s: float, compute_s: float) -> CriticScores:
@@ -361,8 +371,8 @@ def _scores(request: ScoreRequest, reply: InferReply, queue_s: float, compute_s:
     if values is None:
         raise ServerFault("the server sent no values")
     rewards = None
-    if "rewards" in outputs:
-        rewards = np.asarray(outputs["rewards"], np.float32)
+    if schema.REWARDS.name in outputs:
+        rewards = np.asarray(outputs[schema.REWARDS.name], np.float32)
         if len(rewards) != num_samples:
             raise ServerFault(f"the server sent {len(rewards)} rewards for {num_samples} samples")
         rewards = rewards.reshape(num_samples, -1).mean(axis=1)

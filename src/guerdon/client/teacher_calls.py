@@ -13,12 +13,15 @@ from guerdon.client.calls import Call, Conversations, Integers, ModelSignature, 
 from guerdon.client.retry import Caller, Steps
 from guerdon.client.teacher_head import Head
 from guerdon.errors import InvalidRequest, ServerFault
-from guerdon.wire.tensors import InferReply, InferRequest, Tensor, from_bits
+from guerdon.wire import schema
+from guerdon.wire.schema import Field
+from guerdon.wire.tensors import InferReply, InferRequest, Tensor, from_bits, pad_rows
 
 GivenIds = Sequence[Integers] | Sequence[Sequence[Integers]] | np.ndarray
 """Ids for each sample: `[K]` for all of its tokens, or `[n, K]` for its n asked tokens in order; -1 is a pad."""
 
-_ALWAYS = ("logprob_counts", "errors")
+_TABLES = (schema.LOGPROBS, schema.ENTROPY, schema.TOP_IDS, schema.TOP_LOGPROBS, schema.TARGET_LOGPROBS)
+_ALWAYS = (schema.LOGPROB_COUNTS, schema.ERRORS)
 
 
 class TeacherArgs(TypedDict, total=False):
@@ -78,23 +81,23 @@ class TeacherAnswers:
 
 def prepare_logprobs(model: str, samples: TeacherArgs) -> Call[TeacherAnswers]:
     """Returns the call for the log-probs of the samples' own tokens."""
-    return _prepare(model, samples, ("logprobs",))
+    return _prepare(model, samples, (schema.LOGPROBS,))
 
 
 def prepare_top(model: str, k: int, samples: TeacherArgs) -> Call[TeacherAnswers]:
     """Returns the call for the `k` likeliest ids of each token, and the log-probs of the actual ones."""
-    return _prepare(model, samples, ("logprobs", "top_ids", "top_logprobs"), {"top_k": int(k)})
+    return _prepare(model, samples, (schema.LOGPROBS, schema.TOP_IDS, schema.TOP_LOGPROBS), {"top_k": int(k)})
 
 
 def prepare_given(model: str, ids: GivenIds, samples: TeacherArgs) -> Call[TeacherAnswers]:
     """Returns the call for the log-probs of `ids`, and those of the actual tokens."""
-    return _prepare(model, samples, ("logprobs", "target_logprobs"), given=_id_tables(ids))
+    return _prepare(model, samples, (schema.LOGPROBS, schema.TARGET_LOGPROBS), given=_id_tables(ids))
 
 
 def prepare_hidden(model: str, dtype: Literal["bfloat16"] | None, samples: TeacherArgs) -> Call[TeacherAnswers]:
     """Returns the call for the states that the head turns into logits, rounded if there is a `dtype`."""
     parameters = {} if dtype is None else {"hidden_dtype": dtype}
-    return _prepare(model, samples, ("hidden_states", "hidden_offsets"), parameters)
+    return _prepare(model, samples, (schema.HIDDEN_STATES, schema.HIDDEN_OFFSETS), parameters)
 
 
 def fetch_head(caller: Caller, model: str, known: Head | None) -> Steps[Head]:
@@ -110,14 +113,14 @@ def fetch_head(caller: Caller, model: str, known: Head | None) -> Steps[Head]:
 def _prepare(
     model: str,
     samples: TeacherArgs,
-    outputs: tuple[str, ...],
+    outputs: tuple[Field, ...],
     parameters: dict[str, Any] | None = None,
     given: list[np.ndarray] | None = None,
 ) -> Call[TeacherAnswers]:
     about: dict[str, Any] = {**samples}
     parameters = {**(parameters or {}), "temperature": float(about.pop("temperature", 1.0))}
     if about.pop("entropy", False):
-        outputs += ("entropy",)
+        outputs += (schema.ENTROPY,)
     before = _join(about)
     request = calls.make_request(**about)
     if before is not None:
@@ -126,44 +129,38 @@ def _prepare(
         raise InvalidRequest(f"ids has {len(given)} entries for {len(request)} samples; it must have one entry each")
 
     def build(signature: ModelSignature, left_s: float) -> InferRequest:
-        calls.check_gives(signature, "logprobs")
-        if request.prompts is not None and "prompts" not in signature.inputs:
+        calls.check_gives(signature, schema.LOGPROBS)
+        if request.prompts is not None and schema.PROMPTS.name not in signature.inputs:
             raise InvalidRequest(f"model '{model}' takes no prompts, because it reads no text: send tokens")
         sent = calls.build(request, signature, None if request.timeout_s is None else left_s)
         if given is not None:
-            sent.inputs["target_ids"] = Tensor.of("target_ids", _pad_tables(given))
-        sent.outputs = dict.fromkeys((*outputs, *_ALWAYS), True)
+            name = schema.TARGET_IDS.name
+            sent.inputs[name] = Tensor.of(name, _pad_tables(given))
+        sent.outputs = {field.name: True for field in (*outputs, *_ALWAYS)}
         sent.parameters |= parameters
         return sent
 
     def parse(reply: InferReply, queue_s: float, compute_s: float) -> TeacherAnswers:
-        found = {tensor.name: tensor for tensor in reply.outputs}
-        missing = {*outputs, *_ALWAYS} - found.keys()
-        if missing or len(found["logprob_counts"].data) != len(request):
+        found = {tensor.name: tensor.data for tensor in reply.outputs}
+        missing = {field.name for field in (*outputs, *_ALWAYS)} - found.keys()
+        if missing or len(found[schema.LOGPROB_COUNTS.name]) != len(request):
             raise ServerFault(f"the server sent no {min(missing) if missing else 'counts'} for {len(request)} samples")
-        counts = np.ravel(found["logprob_counts"].data).tolist()
-
-        def rows(name: str) -> list[np.ndarray] | None:
-            if name not in found:
-                return None
-            # Copies, which are writable, and do not keep the padding.
-            return [np.array(row[:count]) for row, count in zip(found[name].data, counts, strict=True)]
-
-        given_logprobs = rows("target_logprobs")
-        if given is not None and given_logprobs is not None:
-            given_logprobs = [row[..., : ids.shape[-1]] for row, ids in zip(given_logprobs, given, strict=True)]
-        return TeacherAnswers(
-            errors=calls.sample_errors({"errors": found["errors"].data}, len(request)),
-            logprobs=rows("logprobs"),
-            entropy=rows("entropy"),
-            top_ids=rows("top_ids"),
-            top_logprobs=rows("top_logprobs"),
-            given_logprobs=given_logprobs,
-            hidden=_hidden(found) if "hidden_states" in found else None,
+        counts = np.ravel(found[schema.LOGPROB_COUNTS.name]).tolist()
+        answers = TeacherAnswers(
+            errors=calls.sample_errors(found, len(request)),
+            hidden=_hidden(found) if schema.HIDDEN_STATES.name in found else None,
             weights_version=str(reply.parameters.get("weights_version", "")),
             queue_s=queue_s,
             compute_s=compute_s,
         )
+        for field in _TABLES:
+            if field.name in found:
+                # Copies, which are writable, and do not keep the padding.
+                rows = [np.array(row[:count]) for row, count in zip(found[field.name], counts, strict=True)]
+                if field is schema.TARGET_LOGPROBS and given is not None:
+                    rows = [row[..., : ids.shape[-1]] for row, ids in zip(rows, given, strict=True)]
+                setattr(answers, field.at.removeprefix("logprobs."), rows)
+        return answers
 
     return Call(model, build, parse, calls.estimate_cost(request), request.timeout_s, priority=request.priority)
 
@@ -213,18 +210,18 @@ def _id_tables(ids: GivenIds) -> list[np.ndarray]:
 def _pad_tables(tables: list[np.ndarray]) -> np.ndarray:
     """Returns the tables as one array `[B,K]` or `[B,R,K]`, padded with -1."""
     if tables[0].ndim == 1:
-        return calls.pad_rows(tables, np.int64, -1)
+        return pad_rows(tables, np.int64, -1)
     padded = np.full((len(tables), *np.max([table.shape for table in tables], axis=0)), -1, np.int64)
     for out, table in zip(padded, tables, strict=True):
         out[: len(table), : table.shape[1]] = table
     return padded
 
 
-def _hidden(outputs: dict[str, Tensor]) -> list[np.ndarray]:
-    states = outputs["hidden_states"].data
+def _hidden(outputs: dict[str, Any]) -> list[np.ndarray]:
+    states = outputs[schema.HIDDEN_STATES.name]
     assert isinstance(states, np.ndarray)
     if states.dtype == np.uint16:  # in process; the wire's reader has made float32 of them
         states = from_bits(states)
     elif not states.flags.writeable:
         states = states.copy()
-    return np.split(states, np.ravel(outputs["hidden_offsets"].data)[1:-1])
+    return np.split(states, np.ravel(outputs[schema.HIDDEN_OFFSETS.name])[1:-1])

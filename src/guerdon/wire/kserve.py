@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta
 
-from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
+from guerdon.core import ScoreReply, ScoreRequest
 from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, OperationInfo, TrainReport, TrainRequest
 from guerdon.errors import GuerdonError, InvalidRequest, Unsupported
 from guerdon.wire import bodies, critic_tensors, score_tensors, tensors
-from guerdon.wire.signature import PARAMETERS
+from guerdon.wire.schema import PARAMETERS, Info
 from guerdon.wire.tensors import DTYPES, MAX_DIMENSION, MAX_RANK, InferReply, InferRequest, Tensor
 
 Head = TypeVar("Head", bound="RequestBody | ReplyBody")
@@ -72,22 +73,20 @@ class ErrorBody(msgspec.Struct):
     error: str
 
 
-def read(
-    body: bodies.Octets, header_length: int | None, info: ModelInfo | OperationInfo
-) -> tuple[InferRequest, ServedRequest]:
+def read(body: bodies.Octets, header_length: int | None, info: Info) -> tuple[InferRequest, ServedRequest]:
     """Returns the tensors in `body`, and the request that they carry; raises InvalidRequest, Unsupported."""
     request = decode(body, header_length)
     return request, to_request(request, info)
 
 
-def to_request(request: InferRequest, info: ModelInfo | OperationInfo) -> ServedRequest:
+def to_request(request: InferRequest, info: Info) -> ServedRequest:
     """Returns the request that the tensors carry for the model or operation; raises InvalidRequest."""
     if isinstance(info, OperationInfo):
         return critic_tensors.to_request(request, info)
     return score_tensors.to_request(request, info)
 
 
-def to_reply(reply: ServedReply, request: InferRequest, info: ModelInfo | OperationInfo) -> InferReply:
+def to_reply(reply: ServedReply, request: InferRequest, info: Info) -> InferReply:
     """Returns the tensors that answer `request`; raises a failed row's error unless the request asked for errors."""
     if isinstance(info, OperationInfo):
         assert not isinstance(reply, ScoreReply)
@@ -117,18 +116,45 @@ def decode(body: bodies.Octets, header_length: int | None) -> InferRequest:
         if len(asked) > ("binary_data" in asked):
             tensors.check_output(output.name, asked)
         outputs[output.name] = bool(asked.get("binary_data", binary_default))
-    name = "" if head.id is None else str(head.id)
-    return InferRequest(_read_tensors(head.inputs or [], binary), outputs or None, name, parameters, binary_default)
+    inputs = _read_tensors(head.inputs or [], binary)
+    return InferRequest(inputs, outputs or None, _text(head.id), parameters, binary_default)
+
+
+def write(reply: ServedReply, request: InferRequest, info: Info) -> bodies.InPieces:
+    """Returns the body that answers `request`; raises a failed row's error unless the request asked for errors."""
+    return encode(to_reply(reply, request, info), request)
+
+
+def encode(reply: InferReply, request: InferRequest) -> bodies.InPieces:
+    """Returns the body that answers `request`.
+
+    Non-finite values are null in JSON. Raises InvalidRequest if an output has too many values for JSON.
+    """
+    requested, default = request.outputs, request.binary_default
+    outputs: list[TensorBody] = []
+    blobs: list[bytes | memoryview] = []
+    for tensor in reply.outputs:
+        if default if requested is None else requested.get(tensor.name, default):
+            outputs.append(_write_binary(tensor, blobs))
+        else:
+            outputs.append(TensorBody(tensor.name, tensor.datatype, list(tensor.shape), data=tensors.to_json(tensor)))
+    head = ReplyBody(outputs, reply.model_name, reply.model_version, reply.parameters or None, reply.id)
+    pieces = bodies.write_in_pieces(head)
+    if not blobs:
+        return bodies.InPieces(pieces)
+    first = next(pieces)
+    json_length = len(first) + sum(map(len, pieces))
+    # A long head is made twice, so that it is never there as a whole.
+    start = [first] if json_length == len(first) else bodies.write_in_pieces(head)
+    binary = (blob[some] for blob in blobs for some in bodies.slices(len(blob)))
+    return bodies.InPieces(chain(start, binary), json_length + sum(map(len, blobs)), json_length)
 
 
 def encode_request(request: InferRequest) -> tuple[bytes, int]:
     """Returns the body of a request with every input in binary form, and its JSON's length."""
     blobs: list[bytes | memoryview] = []
-    inputs, outputs, parameters = (
-        [write_binary(tensor, blobs) for tensor in request.inputs.values()],
-        None,
-        request.parameters,
-    )
+    inputs = [_write_binary(tensor, blobs) for tensor in request.inputs.values()]
+    outputs, parameters = None, request.parameters
     if request.outputs is None:
         parameters = {**parameters, "binary_data_output": request.binary_default}
     else:
@@ -185,7 +211,7 @@ def _read_tensors(entries: list[TensorBody], binary: memoryview) -> dict[str, Te
     return found
 
 
-def write_binary(tensor: Tensor, blobs: list[bytes | memoryview]) -> TensorBody:
+def _write_binary(tensor: Tensor, blobs: list[bytes | memoryview]) -> TensorBody:
     """Returns the tensor's entry in binary form; appends its bytes to `blobs`."""
     blobs.append(tensors.to_raw(tensor))
     return TensorBody(tensor.name, tensor.datatype, list(tensor.shape), TensorParameters(len(blobs[-1])))

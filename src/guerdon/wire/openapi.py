@@ -15,6 +15,7 @@ from guerdon.wire import kserve, signature
 from guerdon.wire.forms import ALL_FORMS, ANSWERS, TOKEN_FORMS, openai, page_bodies, tei, tokens, triton_repository
 from guerdon.wire.forms.form import Form, Url
 from guerdon.wire.forms.gym import Answer
+from guerdon.wire.schema import inputs_of, outputs_of, table
 
 Schema = dict[str, Any]
 
@@ -112,7 +113,7 @@ def document(
     forms = {path: _form(form, scored) for path, form in ALL_FORMS.items()}
     answers = {path: _answered(answer) for path, answer in ANSWERS.items()}
     sections = {
-        "KServe v2": _kserve([info.name for info in models]),
+        "KServe v2": _kserve(models),
         "Forms of other servers": forms | answers | _tokens(scored) | _openai(scored),
         "Swapping models": _repository(scored),
         "Observing": _health() | {"/metrics": metrics, "/openapi.json": own},
@@ -154,7 +155,12 @@ def _health() -> dict[str, Any]:
     }
 
 
-def _kserve(names: list[str]) -> dict[str, Any]:
+def _kserve(models: Sequence[ModelInfo | OperationInfo]) -> dict[str, Any]:
+    names = [info.name for info in models]
+    inputs, outputs = (
+        table(dict.fromkeys(field for info in models for field in found(info).values()))
+        for found in (inputs_of, outputs_of)
+    )
     ready, statistics = _ok(_JSON, signature.Readiness), _ok(_JSON, signature.Statistics)
     paths = dict.fromkeys(("/v2", "/v2/"), _path(_READ, "The server", _ok(_JSON, signature.ServerMetadata)))
     head = {"200": _described("the head")["200"] | {"content": _content(_BINARY, _BYTES)}}
@@ -174,6 +180,7 @@ def _kserve(names: list[str]) -> dict[str, Any]:
             _WRITE,
             "Scores, or an operation on a critic",
             _inferred(),
+            description=f"The inputs of these models and operations:\n\n{inputs}\nTheir outputs:\n\n{outputs}",
             parameters=[*where, _HEADER_LENGTH],
             body=_content(_JSON, kserve.RequestBody) | _content(_BINARY, _BYTES),
             statuses=(*_USUAL, 507),
@@ -284,10 +291,13 @@ def _path(
     is_open: bool = False,
     statuses: Sequence[int] = _USUAL,
     error: type[msgspec.Struct] = kserve.ErrorBody,
+    description: str = "",
 ) -> dict[str, Any]:
     """The same operation for each of the methods."""
     refused = {str(status): {"$ref": f"#/components/responses/{error.__name__}{status}"} for status in statuses}
     operation: dict[str, Any] = {"summary": summary, "responses": refused | answers}
+    if description:
+        operation["description"] = description
     if parameters:
         operation["parameters"] = [*parameters]
     if body is not None:

@@ -1,4 +1,4 @@
-"""Scores as tensors: turns inputs into a request, and scores into outputs."""
+"""Scores and log-probs as tensors: turns inputs into a request, and its results into outputs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import numpy as np
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest, named
+from guerdon.teacher_core import LogprobQuery
 from guerdon.trees import Forest
-from guerdon.wire import teacher_tensors
-from guerdon.wire.bodies import MAX_ROWS, check_count, check_depth, check_values, parse, too_deep
+from guerdon.wire import schema
+from guerdon.wire.bodies import MAX_ROWS, check_count, check_depth, check_values, parse, shown, too_deep
 from guerdon.wire.long_json import MAX_STRING_BYTES, PIECE
-from guerdon.wire.signature import MODEL_VERSION, check_names, known_inputs
+from guerdon.wire.schema import Field
+from guerdon.wire.signature import MODEL_VERSION, check_names
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor, integer_per_row, integers
 
 DEFAULT_PRIORITY_LEVEL = 100
@@ -27,7 +29,13 @@ _MAX_NUMBERS = 1 << 26
 
 _NUMBER_BYTES = 4
 
-_CONTENTS = {"sentences", "messages", "tokens", "input_ids"}
+_LARGEST_TEMPERATURE = 1e30
+"""Within float32; JSON has numbers beyond any float."""
+
+_CONTENTS = {field.name for field in (schema.SENTENCES, schema.MESSAGES, schema.TOKENS, schema.INPUT_IDS)}
+_HINTS = (schema.GROUPS, schema.PROMPT_LENGTHS, schema.PROMPTS, schema.LABELS, schema.STEPS)
+_OUTPUTS = {field.name: field for field in schema.OUTPUTS if field not in schema.OPERATION_OUTPUTS}
+_NUMPY = {"FP32": np.float32, "INT32": np.int32, "BF16": np.uint16, "FP16": np.float16}
 
 
 def to_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
@@ -41,17 +49,18 @@ def to_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
         raise InvalidRequest("the request has no inputs: it needs a list of at least one tensor")
     raw_text = inputs.pop("", None)
     if raw_text is not None:
-        raw_text.name = "sentences"
-        inputs["sentences"] = raw_text
+        raw_text.name = schema.SENTENCES.name
+        inputs[raw_text.name] = raw_text
     check_names(request.inputs, request.outputs, info)
     contents = inputs.keys() & _CONTENTS
+    is_teacher = schema.LOGPROBS.has(info)
     # To a teacher, sentences may be responses to messages.
-    is_apart = contents == {"sentences", "messages"} and "logprobs" in info.outputs
+    is_apart = is_teacher and contents == {schema.SENTENCES.name, schema.MESSAGES.name}
     if len(contents) != 1 and not is_apart:
-        choices = [name for name in known_inputs(info) if name in _CONTENTS]
+        choices = [name for name in schema.inputs_of(info) if name in _CONTENTS]
         got = " and ".join(sorted(contents)) or "none of them"
         raise InvalidRequest(f"exactly one of the inputs {', '.join(choices)} is needed; the request has {got}")
-    content = inputs["sentences" if is_apart else contents.pop()]
+    content = inputs[schema.SENTENCES.name if is_apart else contents.pop()]
     num_rows = content.shape[0] if content.shape else 0
     if num_rows == 0:
         raise InvalidRequest(f"input '{content.name}' is an empty batch: shape {list(content.shape)}")
@@ -60,37 +69,26 @@ def to_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
 
     level = request.count("priority") if "priority" in request.parameters else 0
     score = ScoreRequest(timeout_s=request.timeout_s, priority=DEFAULT_PRIORITY_LEVEL - level if level else 0)
-    if content.name in ("sentences", "messages"):
-        for name in ("sequence_lengths", "parents"):
-            if name in inputs:
-                raise InvalidRequest(f"input '{name}' goes with tokens, not with {content.name}")
-        texts = _texts(content)
-        if content.name == "messages":
-            score.messages = _conversations(content, texts)
-        else:
-            score.texts = texts
-        if is_apart:
-            score.messages = _conversations(inputs["messages"], _row_texts(inputs["messages"], num_rows))
+    if content.name in (schema.SENTENCES.name, schema.MESSAGES.name):
+        for field in (schema.LENGTHS, schema.PARENTS):
+            if field.name in inputs:
+                raise InvalidRequest(f"input '{field.name}' goes with tokens, not with {content.name}")
+        for field in (schema.SENTENCES, schema.MESSAGES):
+            if field.name in inputs:
+                setattr(score, field.at, _read_rows(field, inputs[field.name], num_rows))
     else:
-        score.tokens = _token_rows(content, inputs.get("sequence_lengths"), info)
+        score.tokens = _token_rows(content, inputs.get(schema.LENGTHS.name), info)
         score.width = content.shape[1]
-        if "parents" in inputs:
+        if schema.PARENTS.name in inputs:
             score.tokens = _paths(request, info)
             score.width = max(map(len, score.tokens))
-    score.wants_rewards = request.outputs is None or "rewards" in request.outputs
-    if "group_ids" in inputs:
-        score.groups = integer_per_row(inputs["group_ids"], num_rows)
-    if "prompt_lengths" in inputs:
-        score.prompt_lengths = integer_per_row(inputs["prompt_lengths"], num_rows)
-    if "prompts" in inputs:
-        score.prompts = _row_texts(inputs["prompts"], num_rows)
-    if "labels" in inputs:
-        score.labels = _jsons(inputs["labels"], _row_texts(inputs["labels"], num_rows))
-    if "step_positions" in inputs:
-        score.steps = _step_rows(inputs["step_positions"], num_rows)
-    score.is_whole = request.outputs is None or "errors" not in request.outputs
-    if "logprobs" in info.outputs:
-        score.queries = teacher_tensors.to_queries(request, num_rows)
+    for field in _HINTS:
+        if field.name in inputs:
+            setattr(score, field.at, _read_rows(field, inputs[field.name], num_rows))
+    score.wants_rewards = request.outputs is None or schema.REWARDS.name in request.outputs
+    score.is_whole = request.outputs is None or schema.ERRORS.name not in request.outputs
+    if is_teacher:
+        score.queries = _to_queries(request, num_rows)
     return score
 
 
@@ -101,22 +99,23 @@ def to_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) -> Infer
     are NaN then. If the attributes are among the tensors, the parameter `attribute_names` names their columns, unless
     the names are ambiguous.
     """
-    if "parents" in request.inputs:
+    if schema.PARENTS.name in request.inputs:
         reply = _of_segments(reply, _forest(request))
     requested = request.outputs
-    if requested is None or "errors" not in requested:
+    if requested is None or schema.ERRORS.name not in requested:
         scores_of(reply)
-    outputs: list[Tensor] = []
-    is_teacher = "logprobs" in info.outputs
-    for name in teacher_tensors.usual_outputs(request) if is_teacher else requested or (*info.outputs, "exceeded"):
-        outputs += _output(name, reply, request, info)
-        if name == "step_rewards" and requested is None:
-            outputs += _output("step_counts", reply, request, info)
+    if schema.LOGPROBS.has(info):
+        wanted = _teacher_outputs(request)
+    elif requested is None:
+        wanted = [field for field in schema.outputs_of(info).values() if field.is_listed]
+    else:
+        wanted = [_OUTPUTS[name] for name in requested]
+    outputs = [made for field in wanted if (made := _output(field, reply, request, info)) is not None]
     parameters = {"weights_version": reply.weights_version}
-    names = info.attribute_names
-    is_clear = len({*names}) == len(names) > 0 and "," not in "".join(names)
-    if is_clear and any(tensor.name == "attributes" for tensor in outputs):
-        parameters["attribute_names"] = ",".join(names)
+    columns = info.attribute_names
+    is_clear = len({*columns}) == len(columns) > 0 and "," not in "".join(columns)
+    if is_clear and any(tensor.name == schema.ATTRIBUTES.name for tensor in outputs):
+        parameters["attribute_names"] = ",".join(columns)
     return InferReply(info.name, MODEL_VERSION, outputs, request.id, parameters)
 
 
@@ -125,7 +124,7 @@ def table_bytes(reply: ScoreReply, info: ModelInfo) -> int:
 
     All rows of a table are as long as the longest.
     """
-    if "logprobs" in info.outputs:
+    if schema.LOGPROBS.has(info):
         said = [r.logprobs.num_bytes for r in reply.results if isinstance(r, Score) and r.logprobs is not None]
         return len(said) * max(said, default=0)
     return _NUMBER_BYTES * len(reply.results) * max(reply.lengths, default=0) if info.is_by_token else 0
@@ -170,11 +169,21 @@ def _texts(tensor: Tensor) -> list[str]:
     return texts
 
 
-def _row_texts(tensor: Tensor, num_rows: int) -> list[str]:
-    texts = _texts(tensor)
-    if len(texts) != num_rows:
-        raise InvalidRequest(f"input '{tensor.name}' has {len(texts)} rows for {num_rows} samples")
-    return texts
+def _read_rows(field: Field, tensor: Tensor, num_rows: int) -> Any:
+    """Returns an input with one row a sample as the request has it; raises InvalidRequest naming the input and row."""
+    if field.datatype == "BYTES":
+        texts = _texts(tensor)
+        if len(texts) != num_rows:
+            raise InvalidRequest(f"input '{tensor.name}' has {len(texts)} rows for {num_rows} samples")
+        if field is schema.MESSAGES:
+            return [_conversation(i, value) for i, value in enumerate(_jsons(tensor, texts))]
+        return _jsons(tensor, texts) if field is schema.LABELS else texts
+    if field.axes == "B 1":
+        return integer_per_row(tensor, num_rows)
+    numbers = integers(tensor)
+    if numbers.ndim != 2 or len(numbers) != num_rows:
+        raise InvalidRequest(f"input '{tensor.name}' must have shape [{num_rows}, K], not {list(tensor.shape)}")
+    return [row[row != field.pad] for row in numbers]
 
 
 def _jsons(tensor: Tensor, texts: list[str]) -> list[Any]:
@@ -190,14 +199,10 @@ def _jsons(tensor: Tensor, texts: list[str]) -> list[Any]:
         except RecursionError as e:
             raise InvalidRequest(too_deep(f"input '{tensor.name}', row {row}")) from e
         except msgspec.MsgspecError as e:
-            hint = "; write text in quotes, and null if there is none" if tensor.name == "labels" else ""
+            hint = "; write text in quotes, and null if there is none" if tensor.name == schema.LABELS.name else ""
             raise InvalidRequest(f"input '{tensor.name}', row {row}: not valid JSON: {e}{hint}") from e
         check_depth(values[-1], f"input '{tensor.name}', row {row}")
     return values
-
-
-def _conversations(tensor: Tensor, texts: list[str]) -> list[list[Message]]:
-    return [_conversation(i, value) for i, value in enumerate(_jsons(tensor, texts))]
 
 
 def _conversation(row: int, messages: Any) -> list[Message]:
@@ -207,7 +212,8 @@ def _conversation(row: int, messages: Any) -> list[Message]:
         or not all(isinstance(message, dict) and "role" in message for message in messages)
     ):
         raise InvalidRequest(
-            f"input 'messages', row {row}: must be a JSON list of at least one object with role and content"
+            f"input '{schema.MESSAGES.name}', row {row}: must be a JSON list of at least one object with role and "
+            "content"
         )
     return messages
 
@@ -222,16 +228,18 @@ def _token_rows(tensor: Tensor, lengths: Tensor | None, info: ModelInfo) -> list
         wrong = np.flatnonzero((ends < 0) | (ends > width))
         if len(wrong):
             raise InvalidRequest(
-                f"input 'sequence_lengths', row {wrong[0]}: length {ends[wrong[0]]} is not from 0 to {width}, "
+                f"input '{lengths.name}', row {wrong[0]}: length {ends[wrong[0]]} is not from 0 to {width}, "
                 f"the width of {tensor.name}"
             )
-    elif tensor.name == "tokens":
-        raise InvalidRequest("input 'tokens' needs 'sequence_lengths' [B, 1] beside it: padding looks like tokens")
+    elif tensor.name == schema.TOKENS.name:
+        raise InvalidRequest(
+            f"input '{tensor.name}' needs '{schema.LENGTHS.name}' [B, 1] beside it: padding looks like tokens"
+        )
     elif width == 0:
-        raise InvalidRequest("input 'input_ids' has rows of no tokens: shape " + str(list(tensor.shape)))
+        raise InvalidRequest(f"input '{tensor.name}' has rows of no tokens: shape {list(tensor.shape)}")
     else:
         ends = np.full(num_rows, width)
-        if info.eos_token_id is not None and "logprobs" not in info.outputs:
+        if info.eos_token_id is not None and not schema.LOGPROBS.has(info):
             is_eos = ids == info.eos_token_id
             ends = np.where(is_eos.any(axis=1), is_eos.argmax(axis=1) + 1, width)
     return [row[:end] for row, end in zip(ids, ends.tolist(), strict=True)]
@@ -239,20 +247,23 @@ def _token_rows(tensor: Tensor, lengths: Tensor | None, info: ModelInfo) -> list
 
 def _paths(request: InferRequest, info: ModelInfo) -> list[np.ndarray]:
     """Returns the tokens of each path of the request's trees; raises InvalidRequest for what does not go with them."""
+    parents, rewards = schema.PARENTS.name, schema.REWARDS.name
     for name in request.inputs:
-        if name not in ("tokens", "sequence_lengths", "parents"):
-            raise InvalidRequest(f"inputs 'parents' and '{name}' are both given: segments go without {name}")
-    if "rewards" in (info.outputs if request.outputs is None else request.outputs):
+        if name not in (schema.TOKENS.name, schema.LENGTHS.name, parents):
+            raise InvalidRequest(f"inputs '{parents}' and '{name}' are both given: segments go without {name}")
+    if rewards in (info.outputs if request.outputs is None else request.outputs):
         raise InvalidRequest(
-            "output 'rewards' is of whole sequences, and input 'parents' makes rows segments: request the outputs that "
-            "are needed without it"
+            f"output '{rewards}' is of whole sequences, and input '{parents}' makes rows segments: request the outputs "
+            "that are needed without it"
         )
-    return _forest(request).paths(integers(request.inputs["tokens"]))
+    return _forest(request).paths(integers(request.inputs[schema.TOKENS.name]))
 
 
 def _forest(request: InferRequest) -> Forest:
-    num_rows, width = request.inputs["tokens"].shape
-    parents, lengths = (integer_per_row(request.inputs[name], num_rows) for name in ("parents", "sequence_lengths"))
+    num_rows, width = request.inputs[schema.TOKENS.name].shape
+    parents, lengths = (
+        integer_per_row(request.inputs[field.name], num_rows) for field in (schema.PARENTS, schema.LENGTHS)
+    )
     return Forest.of(parents, lengths, width)
 
 
@@ -268,58 +279,120 @@ def _of_segments(reply: ScoreReply, forest: Forest) -> ScoreReply:
     return dataclasses.replace(reply, results=results, lengths=forest.lengths.tolist())
 
 
-def _step_rows(tensor: Tensor, num_rows: int) -> list[np.ndarray]:
-    positions = integers(tensor)
-    if positions.ndim != 2 or len(positions) != num_rows:
-        raise InvalidRequest(f"input 'step_positions' must have shape [{num_rows}, K], not {list(tensor.shape)}")
-    return [row[row != -1] for row in positions]
+def _to_queries(request: InferRequest, num_rows: int) -> list[LogprobQuery]:
+    """Returns what a teacher is asked about each sample; raises InvalidRequest if the request contradicts itself.
 
-
-def _output(name: str, reply: ScoreReply, request: InferRequest, info: ModelInfo) -> list[Tensor]:
-    """The output as a list of one tensor; empty if there are scores, and none has it."""
-    if name == "rewards" and not info.merges_attributes:
-        for attributes in _output("attributes", reply, request, info):
-            return [dataclasses.replace(attributes, name=name)]
-    results = reply.results
-    num_rows = len(results)
-    if "logprobs" in info.outputs and (said := teacher_tensors.output(name, results, request, info)) is not None:
-        return [said]
-    if name == "rewards":
-        rewards = np.array([r.reward if isinstance(r, Score) else np.nan for r in results], np.float32)
-        return [Tensor.of(name, rewards if "input_ids" in request.inputs else rewards.reshape(num_rows, 1))]
-    if name == "exceeded":
-        return [Tensor.of(name, np.zeros((num_rows, 1), np.int32))]
-    if name == "sequence_lengths":
-        return [Tensor.of(name, np.array(reply.lengths, np.int64).reshape(num_rows, 1))]
-    if name == "errors":
-        return [Tensor.of_texts(name, [str(r) if isinstance(r, GuerdonError) else "" for r in results])]
-    rows = _rows(results, "steps" if name in ("step_rewards", "step_counts") else name)
-    has_rows = any(row is not None for row in rows)
-    if not has_rows and any(isinstance(result, Score) for result in results):
-        return []
-    if name == "step_counts":
-        counts = np.array([0 if row is None else len(row) for row in rows], np.int64)
-        return [Tensor.of(name, counts.reshape(num_rows, 1))]
-    least = len(info.attribute_names) if name == "attributes" else 1  # if all rows failed
-    width = max((len(row) for row in rows if row is not None), default=least or 1)
-    content = request.inputs.get("tokens") or request.inputs.get("input_ids")
-    if name == "values" and content is not None:
-        width = content.shape[1]
-    elif name == "values" and has_rows:
-        width = max(width, *reply.lengths)
-    if num_rows * width > _MAX_NUMBERS and content is None:
+    `reading` checks numbers against the model and the samples.
+    """
+    wanted, top_k = set(_teacher_outputs(request)), request.count("top_k")
+    of_top = wanted & {schema.TOP_IDS, schema.TOP_LOGPROBS}
+    if of_top and not top_k:
+        name = min(field.name for field in of_top)
+        raise InvalidRequest(f"output '{name}' needs the parameter top_k, how many ids to give for each token")
+    targets = request.inputs.get(schema.TARGET_IDS.name)
+    if schema.TARGET_LOGPROBS in wanted and targets is None:
         raise InvalidRequest(
-            f"{num_rows:,} rows, the longest of {width:,}, make a table of {name} that is larger than "
-            f"{_MAX_NUMBERS:,} numbers; send fewer texts in a request, or texts of like length"
+            f"output '{schema.TARGET_LOGPROBS.name}' needs the input {schema.TARGET_IDS.name}, the ids of each position"
         )
-    table = np.full((num_rows, width), 0 if name == "values" else np.nan, np.float32)
-    for out, row, result in zip(table, rows, results, strict=True):
-        if row is not None:
-            out[: len(row)] = row
-        elif isinstance(result, GuerdonError):
+    temperature = request.parameters.get("temperature", 1.0)
+    if type(temperature) not in (int, float) or abs(temperature) > _LARGEST_TEMPERATURE:
+        raise InvalidRequest(f"parameter 'temperature' is {shown(temperature)}; it must be a number above 0")
+    query = LogprobQuery(
+        start=request.count("start") if "start" in request.parameters else None,
+        top_k=top_k if of_top or schema.NEXT_IDS in wanted else 0,
+        temperature=float(temperature),
+        with_logprobs=schema.LOGPROBS in wanted,
+        with_entropy=schema.ENTROPY in wanted,
+        with_ranks=schema.RANKS in wanted,
+        with_next=not wanted.isdisjoint({schema.NEXT_IDS, schema.NEXT_LOGPROBS}),
+        with_hidden=not wanted.isdisjoint({schema.HIDDEN_STATES, schema.HIDDEN_OFFSETS}),
+        rounds_hidden=_rounds_hidden(request),
+    )
+    if targets is None or schema.TARGET_LOGPROBS not in wanted:
+        return [query] * num_rows
+    ids = integers(targets)
+    if ids.ndim not in (2, 3) or len(ids) != num_rows or not ids.shape[-1]:
+        raise InvalidRequest(
+            f"input '{targets.name}' must have shape [{num_rows}, K], the same ids for every token of a sample, or "
+            f"[{num_rows}, tokens, K], not {list(targets.shape)}"
+        )
+    return [query.with_given(row) for row in ids]
+
+
+def _teacher_outputs(request: InferRequest) -> list[Field]:
+    """Returns the requested outputs; if the request names none, those that its parameters and inputs ask for."""
+    if request.outputs is not None:
+        return [_OUTPUTS[name] for name in request.outputs]
+    found = [schema.LOGPROBS, schema.LOGPROB_COUNTS]
+    if request.count("top_k"):
+        found += [schema.TOP_IDS, schema.TOP_LOGPROBS]
+    if schema.TARGET_IDS.name in request.inputs:
+        found.append(schema.TARGET_LOGPROBS)
+    return found
+
+
+def _rounds_hidden(request: InferRequest) -> bool:
+    """Whether the request asks for hidden states in bfloat16; raises InvalidRequest for any other dtype."""
+    value = request.parameters.get("hidden_dtype")
+    if value not in (None, "bfloat16"):
+        raise InvalidRequest(
+            f"parameter 'hidden_dtype' is {shown(value)}; it can be 'bfloat16', and without it hidden states come in "
+            "the model's own dtype"
+        )
+    return value is not None
+
+
+def _output(field: Field, reply: ScoreReply, request: InferRequest, info: ModelInfo) -> Tensor | None:
+    """Returns the output, None if there are scores, and none has it."""
+    name, results = field.name, reply.results
+    if field is schema.REWARDS:
+        attributes = None if info.merges_attributes else _output(schema.ATTRIBUTES, reply, request, info)
+        if attributes is not None:
+            return dataclasses.replace(attributes, name=name)
+        rewards = np.array([r.reward if isinstance(r, Score) else np.nan for r in results], np.float32)
+        return Tensor.of(name, rewards if schema.INPUT_IDS.name in request.inputs else rewards[:, None])
+    if field is schema.EXCEEDED:
+        return Tensor.of(name, np.zeros((len(results), 1), np.int32))
+    if field is schema.OUT_LENGTHS:
+        return Tensor.of(name, np.array(reply.lengths, np.int64)[:, None])
+    if field is schema.ERRORS:
+        return Tensor.of_texts(name, [str(r) if isinstance(r, GuerdonError) else "" for r in results])
+    outer, _, inner = field.at.partition(".")
+    parts = [None if isinstance(result, GuerdonError) else getattr(result, outer) for result in results]
+    if inner:
+        parts = [None if part is None else getattr(part, inner) for part in parts]
+    found = [part for part in parts if part is not None]
+    if not found and not inner and any(isinstance(result, Score) for result in results):
+        return None
+    if field is schema.HIDDEN_STATES:
+        datatype = "BF16" if _rounds_hidden(request) else field.datatype_of(info)
+        states = np.concatenate([np.empty((0, info.hidden_size), _NUMPY[datatype]), *found])
+        return Tensor(name, datatype, states.shape, states)
+    if field.datatype == "INT64":
+        counts = [0 if part is None else part if isinstance(part, int) else len(part) for part in parts]
+        if field is schema.HIDDEN_OFFSETS:
+            return Tensor.of(name, np.cumsum([0, *counts], dtype=np.int64))
+        return Tensor.of(name, np.array(counts, np.int64)[:, None])
+    if inner:  # a teacher's
+        width = max(map(len, found), default=0)
+    else:
+        least = len(info.attribute_names) if name == schema.ATTRIBUTES.name else 1  # if all rows failed
+        width = max(map(len, found), default=least or 1)
+        content = request.inputs.get(schema.TOKENS.name) or request.inputs.get(schema.INPUT_IDS.name)
+        if field is schema.VALUES and content is not None:
+            width = content.shape[1]
+        elif field is schema.VALUES and found:
+            width = max(width, *reply.lengths)
+        if len(results) * width > _MAX_NUMBERS and content is None:
+            raise InvalidRequest(
+                f"{len(results):,} rows, the longest of {width:,}, make a table of {name} that is larger than "
+                f"{_MAX_NUMBERS:,} numbers; send fewer texts in a request, or texts of like length"
+            )
+    beyond = max(part.shape for part in found)[1:] if inner and found else ()
+    table = np.full((len(results), width, *beyond), field.pad, _NUMPY[field.datatype])
+    for out, part in zip(table, parts, strict=True):
+        if part is not None:
+            out[: len(part)] = part
+        elif field.datatype == "FP32":
             out[:] = np.nan
-    return [Tensor.of(name, table)]
-
-
-def _rows(results: list[Score | GuerdonError], attribute: str) -> list[np.ndarray | None]:
-    return [getattr(result, attribute) if isinstance(result, Score) else None for result in results]
+    return Tensor.of(name, table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
@@ -220,6 +220,14 @@ def floats(tensor: Tensor) -> np.ndarray:
         raise InvalidRequest(f"input '{tensor.name}' must be FP32, FP64, FP16 or BF16, not {tensor.datatype}")
     with np.errstate(over="ignore"):
         return tensor.data.astype(np.float32, copy=False)
+
+
+def pad_rows(rows: Sequence[Any], dtype: Any, fill: float = 0, width: int | None = None) -> np.ndarray:
+    """Returns the rows as a table `[N, width]`, padded with `fill`; the default width is the longest row's."""
+    table = np.full((len(rows), width or max(map(len, rows))), fill, dtype)
+    for out, values in zip(table, rows, strict=True):
+        out[: len(values)] = values
+    return table
 
 
 def count_differs(name: str, shape: tuple[int, ...], count: int) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, Raw
 
 from guerdon.core import Message, ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.messages import plain
-from guerdon.wire import bodies
+from guerdon.wire import bodies, schema
 from guerdon.wire.bodies import MAX_ROWS, Octets, check_depth, kind_of, kinds_of, to_ids
 from guerdon.wire.score_tensors import prompt_groups
 
@@ -39,6 +40,7 @@ Conversation = Annotated[
     list[Annotated[dict[str, Any], Meta(description="an object with role and content", extra_json_schema=_OBJECT)]],
     Meta(min_length=1, max_length=MAX_ROWS, description="a list of objects with role and content"),
 ]
+ModelName = Annotated[str | None, Meta(description="a served model's name, or leave it out for the first one")]
 Switch = Annotated[Literal["true", "false"], Meta(description="true or false")] | None
 """A switch in the URL."""
 
@@ -56,13 +58,13 @@ class Url(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokensUrl(Url, kw_only=True, forbid_unknown_fields=True):
-    """A switch in the URL counts if the body leaves it out."""
-
     add_special_tokens: Switch = None
 
 
 class Keys(msgspec.Struct, kw_only=True):
-    """An object in a body: keys that are not supported are refused, unknown ones ignored."""
+    """An object in a body: keys that are not supported are refused, unknown ones ignored. Errors show `example`."""
+
+    example: ClassVar[str] = "{}"
 
     def __post_init__(self) -> None:
         for name, (reason, fine) in refused_keys(type(self)).items():
@@ -79,15 +81,23 @@ def refused_keys(kind: type[Keys]) -> dict[str, tuple[str, tuple[Any, ...]]]:
 
 
 class Body(Keys, kw_only=True):
-    """The keys of every body. Errors show `example`, a short body."""
+    """The keys of every body."""
 
-    example: ClassVar[str] = "{}"
-    model: Annotated[str | None, Meta(description="a served model's name, or leave it out for the first one")] = None
+    model: ModelName = None
+
+
+def one_of(body: Keys, first: str, second: str, them: str = "them") -> tuple[str, Any]:
+    """Returns the one of two keys that the body has, with its value; raises InvalidRequest."""
+    found = {name: value for name in (first, second) if (value := getattr(body, name)) not in (None, UNSET)}
+    if len(found) != 1:
+        has = f"{first} and {second}" if found else f"neither {first} nor {second}"
+        raise InvalidRequest(f"the body has {has}; send one of {them}, in an object such as {body.example}")
+    return next(iter(found.items()))
 
 
 def check_logprobs(info: ModelInfo) -> None:
     """Raises InvalidRequest if the model is no teacher."""
-    if "logprobs" not in info.outputs:
+    if not schema.LOGPROBS.has(info):
         raise InvalidRequest(
             f"{info.name} gives {', '.join(info.outputs)} and no log-probs; name a teacher, as guerdon serve-teacher "
             "serves one"
@@ -96,7 +106,7 @@ def check_logprobs(info: ModelInfo) -> None:
 
 def check_rewards(info: ModelInfo) -> None:
     """Raises InvalidRequest if the model gives no rewards."""
-    if "rewards" not in info.outputs:
+    if not schema.REWARDS.has(info):
         raise InvalidRequest(f"{info.name} gives {', '.join(info.outputs)} and no rewards; name another model")
 
 
@@ -128,26 +138,80 @@ class Form:
     """
 
     peer: str
-    bodies: tuple[type[Body], ...]
+    bodies: tuple[type[Keys], ...]
     url: type[Url]
     replies: tuple[Any, ...]
     to_request: Callable[[Any, Any], FormRequest]
     error: type[msgspec.Struct]
     to_error: Callable[[GuerdonError], tuple[int, msgspec.Struct]]
-    choose: Callable[[Octets], type[Body]] | None = None
-    output: str = "rewards"
+    choose: Callable[[Octets], type[Keys]] | None = None
+    output: str = schema.REWARDS.name
 
     def read(self, body: Octets, query: Mapping[str, str]) -> FormRequest:
         """Returns the request in the body and the URL's query; raises InvalidRequest."""
-        parsed = bodies.read(body, self.choose(body) if self.choose else self.bodies[0])
-        url = bodies.convert(query, self.url, "the URL")
-        for name in url.__struct_fields__:
-            if name != "model" and getattr(parsed, name, "") is None and getattr(url, name) is not None:
-                setattr(parsed, name, getattr(url, name) == "true")
-        asked = self.to_request(parsed, url)
+        asked = self.to_request(*read_body(self, body, query))
         if asked.request is not None:
             asked.request.is_whole = True
         return asked
+
+
+def read_body(form: Any, body: Octets, query: Mapping[str, str]) -> tuple[Any, Any]:
+    """Returns the body and the URL as the form has them; a switch in the URL counts if the body leaves it out."""
+    parsed = bodies.read(body, form.choose(body) if form.choose else form.bodies[0])
+    url = bodies.convert(query, form.url, "the URL")
+    for name in url.__struct_fields__:
+        if name != "model" and getattr(parsed, name, "") is None and getattr(url, name) is not None:
+            setattr(parsed, name, getattr(url, name) == "true")
+    return parsed, url
+
+
+ToError = Callable[[GuerdonError], tuple[int, msgspec.Struct]]
+ToRequest = TypeVar("ToRequest", bound=Callable[[Any, Any], FormRequest])
+
+
+def serves(
+    forms: dict[str, Form],
+    paths: str,
+    peer: str,
+    *replies: Any,
+    to_error: ToError,
+    choose: Callable[[Octets], type[Keys]] | None = None,
+    output: str = schema.REWARDS.name,
+) -> Callable[[ToRequest], ToRequest]:
+    """Decorates a function of a body and a URL as the form of some paths; its annotations say which it reads."""
+
+    def decorate(to_request: ToRequest) -> ToRequest:
+        body, url, _ = typing.get_type_hints(to_request).values()
+        _, error = typing.get_args(typing.get_type_hints(to_error)["return"])
+        made = Form(peer, typing.get_args(body) or (body,), url, replies, to_request, error, to_error, choose, output)
+        forms.update(dict.fromkeys(paths.split(), made))
+        return to_request
+
+    return decorate
+
+
+def choose_by(
+    keys: str, kind: type[Keys], more_keys: str, more: type[Keys], refusal: str
+) -> Callable[[Octets], type[Keys]]:
+    """Returns what chooses between two bodies of one path: `more` if the body has one of its keys.
+
+    Raises InvalidRequest with the `refusal` if it has keys of both.
+    """
+    names = [*keys.split(), *more_keys.split()]
+    only_keys = msgspec.defstruct(
+        "_Keys", [(name, Raw, Raw(b"null")) for name in names], namespace={"example": kind.example}
+    )
+
+    def choose(body: Octets) -> type[Keys]:
+        found = bodies.read(body, only_keys)
+        of_kind, of_more = (
+            any(bytes(getattr(found, name)) != b"null" for name in some.split()) for some in (keys, more_keys)
+        )
+        if of_kind and of_more:
+            raise InvalidRequest(f"the body has keys of {refusal}")
+        return more if of_more else kind
+
+    return choose
 
 
 # --- samples -------------------------------------------------------------------------------------------------------

@@ -1,9 +1,12 @@
-"""NeMo Gym's resources server: `/verify`, which scores one rollout, and the routes beside it that score nothing."""
+"""NeMo Gym's resources server: `/verify`, which scores one rollout, and the routes beside it that score nothing.
+
+`/aggregate_metrics` gives statistics of verified rollouts, over all of them and for each task.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,9 +17,8 @@ from msgspec import UNSET, Meta, UnsetType
 from guerdon.core import Message, ModelInfo, Score, ScoreReply
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.wire import bodies
-from guerdon.wire.bodies import check_depth, kind_of
+from guerdon.wire.bodies import MAX_ROWS, check_depth, kind_of
 from guerdon.wire.forms.form import Body, Conversation, Form, FormRequest, Url, of_conversation
-from guerdon.wire.forms.gym_metrics import AggregateMetrics, MetricsBody, aggregate
 from guerdon.wire.forms.labels import attributes_of, number
 from guerdon.wire.kserve import ErrorBody, to_error
 
@@ -28,6 +30,17 @@ FAILURE_CLASS = "judge_failed"
 
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """The types of a message's parts that are text, and the key that has it."""
+
+
+_TASK, _FAILURE = "_ng_task_index", "_ng_failure_class"
+"""Keys that Gym adds to a rollout."""
+
+_NESTED = ("reward_components", "components")
+"""Objects whose numbers count as well, each under its own name after theirs."""
+
+
+_LARGEST = float(np.finfo(np.float64).max) / MAX_ROWS
+"""Larger numbers are left out, since their sum may be infinite."""
 
 
 class VerifyUrl(Url, kw_only=True, forbid_unknown_fields=True):
@@ -77,6 +90,21 @@ class VerifyReply(msgspec.Struct, kw_only=True):
     failure_kind: str | UnsetType = UNSET
     failure_reason: str | UnsetType = UNSET
     failure_class: str | UnsetType = msgspec.field(default=UNSET, name="_ng_failure_class")
+
+
+class MetricsBody(msgspec.Struct, kw_only=True):
+    """Rollouts as `/verify` returned them, without what the policy read and wrote."""
+
+    example: ClassVar[str] = '{"verify_responses": [{"_ng_task_index": 0, "reward": 0.5}]}'
+    verify_responses: list[dict[str, Any]]
+
+
+class AggregateMetrics(msgspec.Struct):
+    """Numbers by name, such as `mean/reward`: of each task, of all rollouts, and those to show first."""
+
+    group_level_metrics: list[dict[str, Any]]
+    agent_metrics: dict[str, Any]
+    key_metrics: dict[str, Any]
 
 
 _OURS = {field.encode_name for field in msgspec.structs.fields(VerifyReply)}
@@ -205,6 +233,55 @@ def _told(result: Score | GuerdonError, info: ModelInfo, config: dict[str, Any])
     )
 
 
+# --- statistics ----------------------------------------------------------------------------------------------------
+
+
+def _aggregate(body: MetricsBody) -> AggregateMetrics:
+    """Returns the statistics of each number that rollouts have; failed rollouts are counted, and left out."""
+    tasks: dict[Any, list[Mapping[str, Any]]] = {}
+    for row in body.verify_responses:
+        index = row.get(_TASK)
+        tasks.setdefault(index if isinstance(index, int) else 0, []).append(row)
+    overall = _statistics_of(body.verify_responses) if body.verify_responses else {}
+    return AggregateMetrics(
+        [{_TASK: index, **_statistics_of(rows)} for index, rows in sorted(tasks.items())],
+        overall,
+        {name: value for name, value in overall.items() if name.startswith("mean/")},
+    )
+
+
+def _statistics_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    columns: dict[str, list[float]] = {}
+    scored = [row for row in rows if not row.get("mask_sample") and row.get(_FAILURE) is None]
+    for row in scored:
+        for name, value in _numbers(row):
+            columns.setdefault(name, []).append(value)
+    found: dict[str, Any] = {"num_rollouts": len(rows), "num_failed_rollouts": len(rows) - len(scored)}
+    for name, values in columns.items():
+        numbers = np.asarray(values, np.float64)
+        found |= {
+            f"mean/{name}": float(numbers.mean()),
+            f"max/{name}": float(numbers.max()),
+            f"min/{name}": float(numbers.min()),
+            f"median/{name}": float(np.median(numbers)),
+            # Gym's: of the sample, and 0 for a single rollout.
+            f"std/{name}": float(numbers.std(ddof=1)) if len(numbers) > 1 else 0.0,
+        }
+    return found
+
+
+def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yields each finite number of a rollout by its name: its own, its components', and its token counts."""
+    response = row.get("response")
+    usage = response.get("usage") if isinstance(response, dict) else None
+    objects = [("", row), ("", usage), *((f"{name}/", row.get(name)) for name in _NESTED)]
+    for prefix, inner in objects:
+        for name, value in inner.items() if isinstance(inner, dict) else ():
+            is_number = isinstance(value, bool | int | float) and abs(value) <= _LARGEST
+            if is_number and not name.startswith("_") and name != "mask_sample":
+                yield prefix + name, float(value)
+
+
 FORMS: dict[str, Form] = {
     "/verify": VerifyForm(
         "NeMo Gym's resources server", (VerifyBody,), VerifyUrl, (VerifyReply,), _verify, ErrorBody, to_error
@@ -220,7 +297,7 @@ ANSWERS = {
         "Statistics of NeMo Gym's rollouts, without the failed ones",
         MetricsBody,
         AggregateMetrics,
-        lambda body: aggregate(bodies.read(body, MetricsBody)),
+        lambda body: _aggregate(bodies.read(body, MetricsBody)),
     ),
     "/reverify_mode": Answer(
         "Whether rollouts may be verified again", None, Literal["stateless"], lambda _: "stateless"

@@ -12,26 +12,17 @@ from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest
 from guerdon.judge_core import DISAGREED, ComparedReply, Comparisons, GroupRequest
 from guerdon.messages import answered, plain
-from guerdon.wire.forms.form import (
-    MAX_JOINED,
-    SOME,
-    Body,
-    Conversation,
-    Form,
-    FormRequest,
-    Url,
-    check_conversation,
-)
+from guerdon.wire.forms import form
 from guerdon.wire.forms.gym import PolicyResponse, text_of
 from guerdon.wire.forms.labels import number
-from guerdon.wire.kserve import ErrorBody, to_error
+from guerdon.wire.kserve import to_error
 from guerdon.wire.score_tensors import scores_of
 
 _BEST, _WORST = 1, 6
 """Gym's ranking, if the first response is much better, and if the second is."""
 
 
-class CompareBody(Body, kw_only=True):
+class CompareBody(form.Body, kw_only=True):
     """A conversation without its last answer, and the responses that are compared as that answer.
 
     The `principle` stands where the rubric's template has `{reference}`.
@@ -41,8 +32,8 @@ class CompareBody(Body, kw_only=True):
         '{"conversation_history": [{"role": "user", "content": "a prompt"}], "response_objs": [{"output": [{"type": '
         '"message", "content": [{"type": "output_text", "text": "a response"}]}]}, {"output": []}]}'
     )
-    conversation_history: Conversation
-    response_objs: Annotated[list[PolicyResponse], SOME]
+    conversation_history: form.Conversation
+    response_objs: Annotated[list[PolicyResponse], form.SOME]
     principle: str | None = None
 
 
@@ -70,13 +61,18 @@ class CompareReply(msgspec.Struct):
     metrics: dict[str, float]
 
 
-def _compare(body: CompareBody, url: Url) -> FormRequest:
-    history = plain(check_conversation(body.conversation_history, "conversation_history"))
+FORMS: dict[str, form.Form] = {}
+"""The form by its path."""
+
+
+@form.serves(FORMS, "/compare", "NeMo Gym's genrm_compare", CompareReply, to_error=to_error, output=DISAGREED)
+def _compare(body: CompareBody, url: form.Url) -> form.FormRequest:
+    history = plain(form.check_conversation(body.conversation_history, "conversation_history"))
     num_characters = len(body.response_objs) * sum(len(message["content"]) for message in history)
-    if num_characters > MAX_JOINED:
+    if num_characters > form.MAX_JOINED:
         raise InvalidRequest(
             f"conversation_history before each of {len(body.response_objs):,} responses makes {num_characters:,} "
-            f"characters, at most {MAX_JOINED:,} are accepted; send fewer responses in a request"
+            f"characters, at most {form.MAX_JOINED:,} are accepted; send fewer responses in a request"
         )
     texts = [_text(response, f"response_objs[{i}]") for i, response in enumerate(body.response_objs)]
     request = GroupRequest(
@@ -103,7 +99,7 @@ def _compare(body: CompareBody, url: Url) -> FormRequest:
         assert isinstance(reply, ComparedReply) and reply.comparisons is not None
         return CompareReply(rewards, [*_results(reply.comparisons, info)], _metrics(reply.comparisons))
 
-    return FormRequest(body.model or "", request, to_reply, check)
+    return form.FormRequest(body.model or "", request, to_reply, check)
 
 
 def _text(response: PolicyResponse, where: str) -> str:
@@ -135,18 +131,3 @@ def _metrics(comparisons: Comparisons) -> dict[str, float]:
         "tiebreak_usage_rate": float((verdicts == 0.5).mean()),
         "disagreement_rate": float(comparisons.disagreed.mean()),
     }
-
-
-FORMS: dict[str, Form] = {
-    "/compare": Form(
-        "NeMo Gym's genrm_compare",
-        (CompareBody,),
-        Url,
-        (CompareReply,),
-        _compare,
-        ErrorBody,
-        to_error,
-        output=DISAGREED,
-    )
-}
-"""The form by its path."""

@@ -17,9 +17,9 @@ from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest, SampleFailed
 from guerdon.next_tokens import NEXT_TOKENS, NextTokenRequest
 from guerdon.wire.bodies import MAX_ROWS, kind_of, to_ids
-from guerdon.wire.forms.form import MAX_JOINED, SOME, Body, Form, FormRequest, TokenId, Url, Whole, unsupported
+from guerdon.wire.forms.form import MAX_JOINED, SOME, Body, Form, FormRequest, TokenId, Url, Whole, serves, unsupported
 from guerdon.wire.forms.logprob_texts import Temperature, said_of
-from guerdon.wire.forms.openai import OpenAIError, Usage, new_id, to_error
+from guerdon.wire.forms.openai import Usage, new_id, to_error
 
 _QUERY, _ITEMS = "a string or a list of token ids", "a list of strings, or a list of lists of token ids"
 _MAX_JOINED_IDS = MAX_JOINED >> 2
@@ -116,6 +116,18 @@ def to_sglang_request(body: SGLangScoreBody, url: Url) -> FormRequest:
     return FormRequest(model, request, to_reply, check, NEXT_TOKENS)
 
 
+FORMS: dict[str, Form] = {}
+"""vLLM's form by its path; SGLang's shares its path with another of vLLM's."""
+
+
+@serves(
+    FORMS,
+    "/generative_scoring",
+    "vLLM's probabilities of labels",
+    GenerativeScoringReply,
+    to_error=to_error,
+    output=NEXT_TOKENS,
+)
 def _generative_scoring(body: GenerativeScoringBody, url: Url) -> FormRequest:
     """The reply has the first label's probability for each item: over the labels, or without softmax over all."""
     _check_kinds(body.items, type(body.items[0]), f"items[0] is {kind_of(body.items[0])}")
@@ -138,21 +150,6 @@ def _generative_scoring(body: GenerativeScoringBody, url: Url) -> FormRequest:
         return GenerativeScoringReply(id=reply_id, created=int(time.time()), model=info.name, data=rows, usage=usage)
 
     return FormRequest(body.model or "", request, to_reply, _check(body.label_token_ids), NEXT_TOKENS)
-
-
-FORMS = {
-    "/generative_scoring": Form(
-        "vLLM's probabilities of labels",
-        (GenerativeScoringBody,),
-        Url,
-        (GenerativeScoringReply,),
-        _generative_scoring,
-        OpenAIError,
-        to_error,
-        output=NEXT_TOKENS,
-    )
-}
-"""vLLM's form by its path; SGLang's shares its path with another of vLLM's."""
 
 
 def _to_request(items: list[Any], **more: Any) -> NextTokenRequest:

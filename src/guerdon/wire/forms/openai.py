@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import GuerdonError, UnknownModel
+from guerdon.wire import schema
 from guerdon.wire.bodies import cut
 
 _TYPES = {
@@ -107,7 +108,7 @@ def list_models(infos: Iterable[ModelInfo], created: int) -> OpenAIModels:
 
     Teachers come first, because TRL asks the first model for log-probs. Otherwise the order is the given one.
     """
-    in_order = sorted(infos, key=lambda info: "logprobs" not in info.outputs)
+    in_order = sorted(infos, key=lambda info: not schema.LOGPROBS.has(info))
     return OpenAIModels([describe_model(info, created) for info in in_order])
 
 

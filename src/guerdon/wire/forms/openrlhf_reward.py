@@ -11,9 +11,9 @@ from msgspec import Meta
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import InvalidRequest
 from guerdon.wire.bodies import MAX_ROWS, check_depth, kind_of
-from guerdon.wire.forms.form import Body, Form, FormRequest, Switch, Text, Url, to_texts
+from guerdon.wire.forms.form import Body, Form, FormRequest, Switch, Text, Url, serves, to_texts
 from guerdon.wire.forms.labels import attributes_of, number
-from guerdon.wire.kserve import ErrorBody, to_error
+from guerdon.wire.kserve import to_error
 from guerdon.wire.score_tensors import prompt_groups, scores_of
 
 
@@ -46,6 +46,11 @@ class GetRewardReply(msgspec.Struct):
     extra_logs: dict[str, list[np.float32]]
 
 
+FORMS: dict[str, Form] = {}
+"""OpenRLHF's form by its path."""
+
+
+@serves(FORMS, "/get_reward", "OpenRLHF's remote reward model", GetRewardReply, to_error=to_error)
 def _get_reward(body: GetRewardBody, url: GetRewardUrl) -> FormRequest:
     wants_logs = url.extra_logs != "false"
 
@@ -60,20 +65,6 @@ def _get_reward(body: GetRewardBody, url: GetRewardUrl) -> FormRequest:
     if request is not None:
         request.completes = url.ending == "true"
     return FormRequest(body.model or "", request, to_reply)
-
-
-FORMS = {
-    "/get_reward": Form(
-        "OpenRLHF's remote reward model",
-        (GetRewardBody,),
-        GetRewardUrl,
-        (GetRewardReply,),
-        _get_reward,
-        ErrorBody,
-        to_error,
-    )
-}
-"""OpenRLHF's form by its path."""
 
 
 def _to_request(body: GetRewardBody) -> ScoreRequest:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from guerdon.wire.forms.form import Conversation, Text, TokenId
+from guerdon.wire.forms.form import Conversation, ModelName, Text, TokenId
 
 MAX_RESPONSES = 16
 """Most responses, or conversations, that Try it scores at once."""
@@ -23,7 +23,7 @@ class TrialBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """
 
     example: ClassVar[str] = '{"model": "reward_model", "prompt": "a prompt", "responses": [" and a response"]}'
-    model: Annotated[str | None, Meta(description="a served model's name, or leave it out for the first one")] = None
+    model: ModelName = None
     prompt: str | None = None
     responses: Annotated[
         str | Annotated[list[Text], _SOME] | None,

@@ -6,14 +6,24 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Meta, Raw, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest
-from guerdon.wire import bodies
-from guerdon.wire.forms.form import SOME, Body, Form, FormRequest, Text, Whole, pair_samples, unsupported
+from guerdon.wire.forms.form import (
+    SOME,
+    Body,
+    Form,
+    FormRequest,
+    Text,
+    Whole,
+    choose_by,
+    pair_samples,
+    serves,
+    unsupported,
+)
 from guerdon.wire.forms.labels import Activation, activated, components_of, number
-from guerdon.wire.forms.openai import OpenAIError, count_tokens, new_id, to_error
+from guerdon.wire.forms.openai import count_tokens, new_id, to_error
 from guerdon.wire.forms.sample_options import OptionsUrl, activation_of, with_options
 from guerdon.wire.forms.tei import Direction, truncation_of
 from guerdon.wire.forms.vllm_pooling import CUT, PUT_INTO_PROMPTS, Part, PoolingOptions, PoolingUsage, joined_parts
@@ -90,29 +100,12 @@ class TEIRank(msgspec.Struct, kw_only=True):
     components: dict[str, np.float32] | UnsetType = UNSET
 
 
-class _RerankKeys(msgspec.Struct):
-    """The keys by which a body of `/rerank` is vLLM's or TEI's."""
-
-    example: ClassVar[str] = RerankBody.example
-    documents: Raw = Raw(b"null")
-    texts: Raw = Raw(b"null")
+FORMS: dict[str, Form] = {}
+"""The forms that order documents, by path; only `/rerank` is TEI's, too."""
 
 
-def _choose(body: bodies.Octets) -> type[Body]:
-    keys = bodies.read(body, _RerankKeys)
-    if bytes(keys.texts) == b"null":
-        return RerankBody
-    if bytes(keys.documents) != b"null":
-        raise InvalidRequest("the body has keys of vLLM's form and of TEI's; send documents, else texts")
-    return TEIRerankBody
-
-
-def _rerank(body: RerankBody | TEIRerankBody, url: OptionsUrl) -> FormRequest:
-    """The query and each document are a pair, tokenised apart; the highest score stands first."""
-    return _of_tei(body, url) if isinstance(body, TEIRerankBody) else _of_vllm(body)
-
-
-def _of_vllm(body: RerankBody) -> FormRequest:
+@serves(FORMS, "/v1/rerank /v2/rerank", "vLLM, Cohere and Jina", RerankReply, to_error=to_error)
+def _of_vllm(body: RerankBody, url: OptionsUrl) -> FormRequest:
     entries = body.documents if isinstance(body.documents, list) else [body.documents]
     documents = [_text(entry, f"documents[{i}]") for i, entry in enumerate(entries)]
     request = with_options(pair_samples([_text(body.query, "query")], documents), body, -(body.priority or 0))
@@ -154,6 +147,22 @@ def _of_tei(body: TEIRerankBody, url: OptionsUrl) -> FormRequest:
     return FormRequest(body.model or "", request, to_reply)
 
 
+@serves(
+    FORMS,
+    "/rerank",
+    "vLLM's ranking, and TEI's",
+    RerankReply,
+    list[TEIRank],
+    to_error=to_error,
+    choose=choose_by(
+        "documents", RerankBody, "texts", TEIRerankBody, "vLLM's form and of TEI's; send documents, else texts"
+    ),
+)
+def _rerank(body: RerankBody | TEIRerankBody, url: OptionsUrl) -> FormRequest:
+    """The query and each document are a pair, tokenised apart; the highest score stands first."""
+    return _of_tei(body, url) if isinstance(body, TEIRerankBody) else _of_vllm(body, url)
+
+
 def _text(entry: str | Document, name: str) -> str:
     if isinstance(entry, str):
         return entry
@@ -167,21 +176,3 @@ def _scores(reply: ScoreReply, info: ModelInfo, activation: Activation | None) -
     scores = [*scores_of(reply)]
     numbers = activated(np.array([number(score.reward) for score in scores], np.float32).reshape(-1, 1), activation)
     return numbers[:, 0], [components_of(score, info) for score in scores]
-
-
-_OF_VLLM = Form("vLLM, Cohere and Jina", (RerankBody,), OptionsUrl, (RerankReply,), _rerank, OpenAIError, to_error)
-FORMS: dict[str, Form] = {
-    "/rerank": Form(
-        "vLLM's ranking, and TEI's",
-        (RerankBody, TEIRerankBody),
-        OptionsUrl,
-        (RerankReply, list[TEIRank]),
-        _rerank,
-        OpenAIError,
-        to_error,
-        _choose,
-    ),
-    "/v1/rerank": _OF_VLLM,
-    "/v2/rerank": _OF_VLLM,
-}
-"""The forms that order documents, by path; only `/rerank` is TEI's, too."""

@@ -10,30 +10,8 @@ from msgspec import Meta
 
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest
-from guerdon.wire.forms.form import (
-    SOME,
-    Body,
-    Form,
-    FormRequest,
-    Ids,
-    TextsOrIds,
-    Url,
-    is_single,
-    to_samples,
-    unsupported,
-)
+from guerdon.wire.forms import form, openai
 from guerdon.wire.forms.labels import more_of, numbers_of
-from guerdon.wire.forms.openai import (
-    FlatError,
-    Numbers,
-    OpenAIError,
-    Row,
-    Usage,
-    count_tokens,
-    new_id,
-    to_error,
-    to_flat_error,
-)
 from guerdon.wire.forms.sample_options import (
     EncodingFormat,
     Endianness,
@@ -57,25 +35,25 @@ _ONLY_SCORES = "this server answers with scores only"
 class SGLangBody(SampleOptions, kw_only=True):
     """Requests of a higher priority go first. The options beyond `priority` are vLLM's."""
 
-    input_embeds: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
-    image_data: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
-    video_data: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
-    audio_data: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
-    embed_overrides: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
-    embed_override_token_id: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
-    positional_embed_overrides: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
-    multi_item_delimiter_indices: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
-    token_indices_to_pool: Annotated[Any, unsupported(_WHOLE_SAMPLES)] = None
-    is_cross_encoder_request: Annotated[Any, unsupported(f"send the pairs {_PAIRS}")] = None
-    lora_path: Annotated[Any, unsupported(_MERGED)] = None
-    lora_id: Annotated[Any, unsupported(_MERGED)] = None
-    dimensions: Annotated[Any, unsupported("a reward is no embedding that could be shortened")] = None
-    return_pooled_hidden_states: Annotated[Any, unsupported(_ONLY_SCORES)] = None
-    return_prompt_token_ids: Annotated[Any, unsupported(_ONLY_SCORES)] = None
+    input_embeds: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
+    image_data: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
+    video_data: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
+    audio_data: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
+    embed_overrides: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
+    embed_override_token_id: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
+    positional_embed_overrides: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
+    multi_item_delimiter_indices: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
+    token_indices_to_pool: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
+    is_cross_encoder_request: Annotated[Any, form.unsupported(f"send the pairs {_PAIRS}")] = None
+    lora_path: Annotated[Any, form.unsupported(_MERGED)] = None
+    lora_id: Annotated[Any, form.unsupported(_MERGED)] = None
+    dimensions: Annotated[Any, form.unsupported("a reward is no embedding that could be shortened")] = None
+    return_pooled_hidden_states: Annotated[Any, form.unsupported(_ONLY_SCORES)] = None
+    return_prompt_token_ids: Annotated[Any, form.unsupported(_ONLY_SCORES)] = None
 
 
 _Text = Annotated[str, Meta(description=f"a string; send pairs {_PAIRS}")]
-_Texts = Annotated[str | Annotated[list[_Text], SOME], Meta(description="a string, or a list of strings")]
+_Texts = Annotated[str | Annotated[list[_Text], form.SOME], Meta(description="a string, or a list of strings")]
 
 
 class NativeBody(SGLangBody, kw_only=True):
@@ -83,18 +61,18 @@ class NativeBody(SGLangBody, kw_only=True):
 
     example: ClassVar[str] = '{"text": ["a prompt and its response"]}'
     text: _Texts | None = None
-    input_ids: Ids | None = None
+    input_ids: form.Ids | None = None
     rid: Annotated[str | list[str] | None, Meta(description="a string, or a list with one a sample")] = None
 
 
 class EmbeddingsBody(SGLangBody, kw_only=True):
     example: ClassVar[str] = '{"input": ["a prompt and its response"]}'
-    input: TextsOrIds
+    input: form.TextsOrIds
     encoding_format: EncodingFormat = None
     embed_dtype: Literal["float32"] | None = None
     endianness: Endianness = None
-    messages: Annotated[Any, unsupported("send conversations to /classify or /pooling")] = None
-    normalize: Annotated[Any, unsupported("a reward has no length that could be made 1")] = None
+    messages: Annotated[Any, form.unsupported("send conversations to /classify or /pooling")] = None
+    normalize: Annotated[Any, form.unsupported("a reward has no length that could be made 1")] = None
 
 
 class FinishReason(msgspec.Struct):
@@ -110,18 +88,18 @@ class MetaInfo(msgspec.Struct):
     finish_reason: FinishReason
 
 
-class NativeReply(Row, kw_only=True):
+class NativeReply(openai.Row, kw_only=True):
     embedding: np.ndarray
     meta_info: MetaInfo
 
 
-class EmbeddingsRow(Row, kw_only=True):
+class EmbeddingsRow(openai.Row, kw_only=True):
     object: Literal["embedding"] = "embedding"
     index: int
-    embedding: Numbers
+    embedding: openai.Numbers
 
 
-class EmbeddingsUsage(Usage, kw_only=True):
+class EmbeddingsUsage(openai.Usage, kw_only=True):
     reasoning_tokens: int = 0
 
 
@@ -135,15 +113,16 @@ class EmbeddingsReply(msgspec.Struct, kw_only=True):
 NATIVE_REPLIES = (NativeReply, list[NativeReply])
 
 
-def to_native_request(body: NativeBody, url: Url) -> FormRequest:
+FORMS: dict[str, form.Form] = {}
+"""SGLang's forms by path, but for `/classify`, which it shares with vLLM."""
+
+
+@form.serves(FORMS, "/encode", "SGLang's embeddings", *NATIVE_REPLIES, to_error=openai.to_error)
+def to_native_request(body: NativeBody, url: OptionsUrl) -> form.FormRequest:
     """The reply has the numbers as `embedding`, raw unless `use_activation` is true; a list only for a list."""
-    if (body.text is None) == (body.input_ids is None):
-        has = "neither text nor input_ids" if body.text is None else "text and input_ids"
-        raise InvalidRequest(f"the body has {has}; send one of the two")
-    samples, name = (body.input_ids, "input_ids") if body.text is None else (body.text, "text")
-    assert samples is not None
-    request, activation = with_options(to_samples(samples, name), body, body.priority or 0), activation_of(body)
-    single = is_single(samples)
+    name, samples = form.one_of(body, "text", "input_ids", "the two")
+    request, activation = with_options(form.to_samples(samples, name), body, body.priority or 0), activation_of(body)
+    single = form.is_single(samples)
     ids = _ids(body.rid, len(request), single)
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> NativeReply | list[NativeReply]:
@@ -158,12 +137,19 @@ def to_native_request(body: NativeBody, url: Url) -> FormRequest:
         ]
         return rows[0] if single else rows
 
-    return FormRequest(_model(body), request, to_reply)
+    return form.FormRequest(_model(body), request, to_reply)
 
 
-def _embeddings(body: EmbeddingsBody, url: Url) -> FormRequest:
+@form.serves(
+    FORMS,
+    "/v1/embeddings",
+    "SGLang's embeddings in OpenAI's form",
+    EmbeddingsReply,
+    to_error=openai.to_flat_error,
+)
+def _embeddings(body: EmbeddingsBody, url: OptionsUrl) -> form.FormRequest:
     """The reply has the numbers as `embedding`, raw unless `use_activation` is true."""
-    request = with_options(to_samples(body.input, "input"), body, body.priority or 0)
+    request = with_options(form.to_samples(body.input, "input"), body, body.priority or 0)
     activation, encode = activation_of(body), encoder(body.encoding_format, body.endianness)
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> EmbeddingsReply:
@@ -171,36 +157,19 @@ def _embeddings(body: EmbeddingsBody, url: Url) -> FormRequest:
         for i, score in enumerate(scores_of(reply)):
             embedding = encode(numbers_of(score, info, activation))
             rows.append(EmbeddingsRow(index=i, embedding=embedding, **more_of(score, info)))
-        return EmbeddingsReply(data=rows, model=info.name, usage=count_tokens(reply, EmbeddingsUsage))
+        return EmbeddingsReply(data=rows, model=info.name, usage=openai.count_tokens(reply, EmbeddingsUsage))
 
-    return FormRequest(_model(body), request, to_reply)
-
-
-FORMS = {
-    "/encode": Form(
-        "SGLang's embeddings", (NativeBody,), OptionsUrl, NATIVE_REPLIES, to_native_request, OpenAIError, to_error
-    ),
-    "/v1/embeddings": Form(
-        "SGLang's embeddings in OpenAI's form",
-        (EmbeddingsBody,),
-        OptionsUrl,
-        (EmbeddingsReply,),
-        _embeddings,
-        FlatError,
-        to_flat_error,
-    ),
-}
-"""SGLang's forms by path, but for `/classify`, which it shares with vLLM."""
+    return form.FormRequest(_model(body), request, to_reply)
 
 
-def _model(body: Body) -> str:
+def _model(body: form.Body) -> str:
     return "" if body.model in (None, _DEFAULT_MODEL) else body.model
 
 
 def _ids(rid: str | list[str] | None, num_samples: int, single: bool) -> list[str]:
     """The reply's id of each sample: the body's, or for several samples a string with their numbers."""
     if rid is None:
-        return [new_id() for _ in range(num_samples)]
+        return [openai.new_id() for _ in range(num_samples)]
     if isinstance(rid, str):
         return [rid] if single else [f"{rid}_{i}" for i in range(num_samples)]
     if len(rid) != num_samples:

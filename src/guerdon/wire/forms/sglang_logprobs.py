@@ -14,19 +14,8 @@ from msgspec import UNSET, Meta, UnsetType
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest
 from guerdon.teacher_core import Decodes, LogprobQuery, TokenLogprobs
-from guerdon.wire.forms.form import (
-    SOME,
-    Body,
-    Form,
-    FormRequest,
-    Keys,
-    Texts,
-    Url,
-    Whole,
-    is_single,
-    to_samples,
-    unsupported,
-)
+from guerdon.wire import schema
+from guerdon.wire.forms import form
 from guerdon.wire.forms.form import Ids as IdsOrRows
 from guerdon.wire.forms.labels import InBase64, in_base64
 from guerdon.wire.forms.logprob_texts import (
@@ -44,8 +33,9 @@ from guerdon.wire.forms.logprob_texts import (
     triples,
     written,
 )
-from guerdon.wire.forms.openai import OpenAIError, new_id, to_error
+from guerdon.wire.forms.openai import new_id, to_error
 from guerdon.wire.forms.sglang import FinishReason
+from guerdon.wire.tensors import pad_rows
 
 _NO_GENERATION = "a teacher does not generate: send max_new_tokens 0, or 1 for the likeliest next token"
 _ONE_LIKELIEST = "the next token is the likeliest one of the whole vocabulary"
@@ -55,11 +45,11 @@ _NOT_SERVED = "this server answers with log-probs only"
 T = TypeVar("T")
 
 Given = Annotated[int, Meta(ge=-1, le=2**63 - 1, description="a token id")]
-GivenIds = Annotated[list[Given | list[Given] | None], SOME]
+GivenIds = Annotated[list[Given | list[Given] | None], form.SOME]
 Start = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="the first position in the reply, or -1 for none")]
 
 
-class Sampling(Keys, kw_only=True):
+class Sampling(form.Keys, kw_only=True):
     """`logprobs_temperature` is ours; `temperature` changes nothing, as the token is the likeliest one."""
 
     example: ClassVar[str] = '{"max_new_tokens": 0}'
@@ -67,26 +57,26 @@ class Sampling(Keys, kw_only=True):
     temperature: float | None = None
     logprobs_temperature: Temperature | None = None
     n: Annotated[int, Meta(ge=1, le=1, description="1: a teacher gives only the likeliest next token")] | None = None
-    beam_width: Annotated[Any, unsupported(_ONE_LIKELIEST, 1)] = None
-    repetition_penalty: Annotated[Any, unsupported(_ONE_LIKELIEST, 1)] = None
-    min_new_tokens: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    logit_bias: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    json_schema: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    regex: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    ebnf: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    structural_tag: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    custom_params: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    watermark: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
+    beam_width: Annotated[Any, form.unsupported(_ONE_LIKELIEST, 1)] = None
+    repetition_penalty: Annotated[Any, form.unsupported(_ONE_LIKELIEST, 1)] = None
+    min_new_tokens: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    logit_bias: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    json_schema: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    regex: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    ebnf: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    structural_tag: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    custom_params: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    watermark: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
 
 
-class SGLangGenerateBody(Body, kw_only=True):
+class SGLangGenerateBody(form.Body, kw_only=True):
     """Either `text` or `input_ids`: one sample, or a list of them; other keys hold for all, or have a list."""
 
     example: ClassVar[str] = (
         '{"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 0}, "return_logprob": true, '
         '"logprob_start_len": 0}'
     )
-    text: Texts | None = None
+    text: form.Texts | None = None
     input_ids: IdsOrRows | None = None
     sampling_params: Sampling | list[Sampling] | None = None
     return_logprob: bool | list[bool] | None = None
@@ -98,30 +88,30 @@ class SGLangGenerateBody(Body, kw_only=True):
     return_flat_raw_top_logprobs: bool | None = None
     return_flat_raw_top_logprobs_b64: bool | None = None
     rid: Annotated[str | list[str] | None, Meta(description="a string, or a list with one a sample")] = None
-    priority: Whole | None = None
-    stream: Annotated[Any, unsupported("the whole answer is there at once")] = None
-    input_embeds: Annotated[Any, unsupported("send text or token ids")] = None
-    image_data: Annotated[Any, unsupported("send text or token ids")] = None
-    audio_data: Annotated[Any, unsupported("send text or token ids")] = None
-    video_data: Annotated[Any, unsupported("send text or token ids")] = None
-    mm_processor_kwargs: Annotated[Any, unsupported("send text or token ids")] = None
-    positional_embed_overrides: Annotated[Any, unsupported("send text or token ids")] = None
-    session_params: Annotated[Any, unsupported("send each prompt whole")] = None
-    multi_item_delimiter_indices: Annotated[Any, unsupported("send query and items to /v1/score")] = None
-    token_indices_to_pool: Annotated[Any, unsupported("send token_ids_logprob_positions")] = None
-    lora_path: Annotated[Any, unsupported(_MERGED)] = None
-    lora_id: Annotated[Any, unsupported(_MERGED)] = None
-    custom_logit_processor: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    watermark: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    return_sampling_mask: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    sampling_logprobs_mode: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    return_flat_raw_output_top_logprobs: Annotated[Any, unsupported("output_top_logprobs has them")] = None
-    return_entropy: Annotated[Any, unsupported(_NOT_SERVED + "; KServe's form gives entropies")] = None
-    return_prompt_token_ids: Annotated[Any, unsupported("send logprob_start_len 0: each entry has its id")] = None
-    return_routed_experts: Annotated[Any, unsupported(_NOT_SERVED)] = None
-    return_indexer_topk: Annotated[Any, unsupported(_NOT_SERVED)] = None
-    return_bytes: Annotated[Any, unsupported(_NOT_SERVED)] = None
-    return_hidden_states: Annotated[Any, unsupported(_NOT_SERVED + "; KServe's form gives hidden states")] = None
+    priority: form.Whole | None = None
+    stream: Annotated[Any, form.unsupported("the whole answer is there at once")] = None
+    input_embeds: Annotated[Any, form.unsupported("send text or token ids")] = None
+    image_data: Annotated[Any, form.unsupported("send text or token ids")] = None
+    audio_data: Annotated[Any, form.unsupported("send text or token ids")] = None
+    video_data: Annotated[Any, form.unsupported("send text or token ids")] = None
+    mm_processor_kwargs: Annotated[Any, form.unsupported("send text or token ids")] = None
+    positional_embed_overrides: Annotated[Any, form.unsupported("send text or token ids")] = None
+    session_params: Annotated[Any, form.unsupported("send each prompt whole")] = None
+    multi_item_delimiter_indices: Annotated[Any, form.unsupported("send query and items to /v1/score")] = None
+    token_indices_to_pool: Annotated[Any, form.unsupported("send token_ids_logprob_positions")] = None
+    lora_path: Annotated[Any, form.unsupported(_MERGED)] = None
+    lora_id: Annotated[Any, form.unsupported(_MERGED)] = None
+    custom_logit_processor: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    watermark: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    return_sampling_mask: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    sampling_logprobs_mode: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    return_flat_raw_output_top_logprobs: Annotated[Any, form.unsupported("output_top_logprobs has them")] = None
+    return_entropy: Annotated[Any, form.unsupported(_NOT_SERVED + "; KServe's form gives entropies")] = None
+    return_prompt_token_ids: Annotated[Any, form.unsupported("send logprob_start_len 0: each entry has its id")] = None
+    return_routed_experts: Annotated[Any, form.unsupported(_NOT_SERVED)] = None
+    return_indexer_topk: Annotated[Any, form.unsupported(_NOT_SERVED)] = None
+    return_bytes: Annotated[Any, form.unsupported(_NOT_SERVED)] = None
+    return_hidden_states: Annotated[Any, form.unsupported(_NOT_SERVED + "; KServe's form gives hidden states")] = None
 
 
 class GenerateMeta(msgspec.Struct, kw_only=True):
@@ -174,9 +164,7 @@ class _Asked:
         given = None if self.given is None else np.array(self.given, np.int64)
         if self.by_position is not None and self.start is not None:
             rows = self.by_position[first:]
-            given = np.full((len(rows), max([1, *map(len, rows)])), -1, np.int64)
-            for out, row in zip(given, rows, strict=True):
-                out[: len(row)] = row
+            given = pad_rows(rows, np.int64, -1, max([1, *map(len, rows)]))
         return LogprobQuery(
             start=first,
             top_k=self.top,
@@ -188,16 +176,25 @@ class _Asked:
         )
 
 
-def _generate(body: SGLangGenerateBody, url: Url) -> FormRequest:
+FORMS: dict[str, form.Form] = {}
+"""SGLang's form for log-probs, by path."""
+
+
+@form.serves(
+    FORMS,
+    "/generate",
+    "SGLang's log-probs of prompts",
+    SGLangGenerateReply,
+    list[SGLangGenerateReply],
+    to_error=to_error,
+    output=schema.LOGPROBS.name,
+)
+def _generate(body: SGLangGenerateBody, url: form.Url) -> form.FormRequest:
     """The reply is a list for several samples; it has the input's log-probs from `logprob_start_len` on."""
-    if (body.text is None) == (body.input_ids is None):
-        has = "neither text nor input_ids" if body.text is None else "text and input_ids"
-        raise InvalidRequest(f"the body has {has}; send one of the two")
-    samples, name = (body.input_ids, "input_ids") if body.text is None else (body.text, "text")
-    assert samples is not None
+    name, samples = form.one_of(body, "text", "input_ids", "the two")
     if body.return_flat_raw_top_logprobs_b64 and not body.return_flat_raw_top_logprobs:
         raise InvalidRequest("return_flat_raw_top_logprobs_b64 goes with return_flat_raw_top_logprobs; send both")
-    single, request = is_single(samples), to_samples(samples, name)
+    single, request = form.is_single(samples), form.to_samples(samples, name)
     count = len(request)
     asked = _asked(body, count, single)
     rows: Sequence[np.ndarray | None] = [None] * count if request.tokens is None else request.tokens
@@ -232,22 +229,7 @@ def _generate(body: SGLangGenerateBody, url: Url) -> FormRequest:
 
     widest = max((query.num_given for query in request.queries), default=0)
     check = check_counts(top_logprobs_num=max(one.top for one in asked), token_ids_logprob=widest)
-    return FormRequest("" if body.model in (None, "default") else body.model, request, to_reply, check)
-
-
-FORMS = {
-    "/generate": Form(
-        "SGLang's log-probs of prompts",
-        (SGLangGenerateBody,),
-        Url,
-        (SGLangGenerateReply, list[SGLangGenerateReply]),
-        _generate,
-        OpenAIError,
-        to_error,
-        output="logprobs",
-    )
-}
-"""SGLang's form for log-probs, by path."""
+    return form.FormRequest("" if body.model in (None, "default") else body.model, request, to_reply, check)
 
 
 def _asked(body: SGLangGenerateBody, count: int, single: bool) -> list[_Asked]:

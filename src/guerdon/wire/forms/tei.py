@@ -20,7 +20,7 @@ from guerdon.errors import (
     UnknownModel,
 )
 from guerdon.wire.bodies import MAX_ROWS, cut, kind_of
-from guerdon.wire.forms.form import Body, Form, FormRequest, Switch, TokensUrl
+from guerdon.wire.forms.form import Body, Form, FormRequest, Switch, TokensUrl, serves
 from guerdon.wire.forms.labels import Activation, components_of, labels_of, numbers_of
 from guerdon.wire.score_tensors import prompt_groups, scores_of
 
@@ -78,6 +78,31 @@ class TEIError(msgspec.Struct):
     error_type: str
 
 
+def truncation_of(truncate: bool | None, direction: str | None) -> Truncation | None:
+    """Returns what the two keys of TEI's forms ask for."""
+    return Truncation(None, "left" if (direction or "").lower() == "left" else "right") if truncate else None
+
+
+def to_error(error: GuerdonError) -> tuple[int, TEIError]:
+    """Returns the status and the body by which TEI reports the error, of one of its six types."""
+    for kind, status, name in _ERRORS:
+        if isinstance(error, kind):
+            return status, TEIError(cut(str(error)), name)
+    return error.http, TEIError(cut(str(error)), "Backend" if error.http >= 500 else "Validation")
+
+
+FORMS: dict[str, Form] = {}
+"""TEI's form by its path."""
+
+
+@serves(
+    FORMS,
+    "/predict",
+    "the classifiers of Text Embeddings Inference",
+    list[Label],
+    list[list[Label]],
+    to_error=to_error,
+)
 def _predict(body: PredictBody, url: PredictUrl) -> FormRequest:
     """The two texts of a pair are tokenised apart. The reply has each sample's labels with their scores, best first.
 
@@ -98,33 +123,6 @@ def _predict(body: PredictBody, url: PredictUrl) -> FormRequest:
         return labelled[0] if single else labelled
 
     return FormRequest(body.model or "", request, to_reply)
-
-
-def truncation_of(truncate: bool | None, direction: str | None) -> Truncation | None:
-    """Returns what the two keys of TEI's forms ask for."""
-    return Truncation(None, "left" if (direction or "").lower() == "left" else "right") if truncate else None
-
-
-def to_error(error: GuerdonError) -> tuple[int, TEIError]:
-    """Returns the status and the body by which TEI reports the error, of one of its six types."""
-    for kind, status, name in _ERRORS:
-        if isinstance(error, kind):
-            return status, TEIError(cut(str(error)), name)
-    return error.http, TEIError(cut(str(error)), "Backend" if error.http >= 500 else "Validation")
-
-
-FORMS = {
-    "/predict": Form(
-        "the classifiers of Text Embeddings Inference",
-        (PredictBody,),
-        PredictUrl,
-        (list[Label], list[list[Label]]),
-        _predict,
-        TEIError,
-        to_error,
-    )
-}
-"""TEI's form by its path."""
 
 
 def _rows(inputs: str | list[str | list[str]]) -> tuple[list[list[str]], bool]:

@@ -8,23 +8,13 @@ from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Meta, Raw, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from guerdon.core import Message, ModelInfo, Truncation
 from guerdon.errors import EmptyBatch, InvalidRequest
 from guerdon.wire import bodies
 from guerdon.wire.bodies import Octets
-from guerdon.wire.forms.form import (
-    SOME,
-    Body,
-    Conversation,
-    TokenId,
-    TokensUrl,
-    Url,
-    check_conversation,
-    to_texts,
-    unsupported,
-)
+from guerdon.wire.forms import form
 from guerdon.wire.forms.labels import labels_of
 
 MAX_TEXT = 1 << 17
@@ -67,24 +57,24 @@ class TextTokenizer(Protocol):
     def names_of(self, tokens: np.ndarray) -> list[str]: ...
 
 
-class TokenizeBody(Body, kw_only=True):
+class TokenizeBody(form.Body, kw_only=True):
     """A text, to which nothing is added unless it is asked for, or messages, which the chat template renders."""
 
     example: ClassVar[str] = '{"prompt": "a text"}'
     prompt: str | UnsetType = UNSET
-    messages: Conversation | UnsetType = UNSET
+    messages: form.Conversation | UnsetType = UNSET
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template: Annotated[Any, unsupported(_OWN)] = None
-    chat_template_kwargs: Annotated[Any, unsupported(_OWN)] = None
-    tools: Annotated[Any, unsupported(_OWN)] = None
-    mm_processor_kwargs: Annotated[Any, unsupported("models here read only text")] = None
-    media_io_kwargs: Annotated[Any, unsupported("models here read only text")] = None
+    chat_template: Annotated[Any, form.unsupported(_OWN)] = None
+    chat_template_kwargs: Annotated[Any, form.unsupported(_OWN)] = None
+    tools: Annotated[Any, form.unsupported(_OWN)] = None
+    mm_processor_kwargs: Annotated[Any, form.unsupported("models here read only text")] = None
+    media_io_kwargs: Annotated[Any, form.unsupported("models here read only text")] = None
 
 
-class TEITokenizeBody(Body, kw_only=True):
+class TEITokenizeBody(form.Body, kw_only=True):
     """One text, or several."""
 
     example: ClassVar[str] = '{"inputs": ["a text"]}'
@@ -93,12 +83,12 @@ class TEITokenizeBody(Body, kw_only=True):
         Meta(description="a string, or a list of strings"),
     ]
     add_special_tokens: bool | None = None
-    prompt_name: Annotated[Any, unsupported("models have no named prompts here")] = None
+    prompt_name: Annotated[Any, form.unsupported("models have no named prompts here")] = None
 
 
-class DetokenizeBody(Body, kw_only=True):
+class DetokenizeBody(form.Body, kw_only=True):
     example: ClassVar[str] = '{"tokens": [5, 6]}'
-    tokens: Annotated[list[TokenId], SOME]
+    tokens: Annotated[list[form.TokenId], form.SOME]
 
 
 class TokenizeReply(msgspec.Struct):
@@ -138,13 +128,6 @@ class InfoReply(msgspec.Struct):
     docker_label: None = None
 
 
-class _Keys(msgspec.Struct):
-    """The key by which a body of `/tokenize` is TEI's."""
-
-    example: ClassVar[str] = TokenizeBody.example
-    inputs: Raw = Raw(b"null")
-
-
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request: its model, empty for the first with a tokenizer, the memory of its answer, and what makes that."""
@@ -156,40 +139,30 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class TokenForm:
-    """One path: the bodies that `read` reads, the keys of its URL, and its replies."""
+    """One path: the bodies and the URL's keys that `read` reads, and its replies; `choose` picks one of the bodies."""
 
     summary: str
-    bodies: tuple[type[Body], ...]
-    url: type[Url]
+    bodies: tuple[type[form.Body], ...]
+    url: type[form.Url]
     replies: tuple[Any, ...]
-    to_asked: Callable[[Octets, Any], Asked]
+    to_asked: Callable[[Any], Asked]
+    choose: Callable[[Octets], type[form.Keys]] | None = None
 
     def read(self, body: Octets, query: Mapping[str, str]) -> Asked:
         """Returns the query; raises InvalidRequest."""
-        url = bodies.convert(query, self.url, "the URL")
-        asked = self.to_asked(body, url)
+        parsed, url = form.read_body(self, body, query)
+        asked = self.to_asked(parsed)
         return asked if asked.model else Asked(url.model, asked.num_bytes, asked.answer)
 
 
-def _tokenize(body: Octets, url: TokensUrl) -> Asked:
-    is_teis = bytes(bodies.read(body, _Keys).inputs) != b"null"
-    kind: type[TEITokenizeBody | TokenizeBody] = TEITokenizeBody if is_teis else TokenizeBody
-    asked = bodies.read(body, kind)
-    if asked.add_special_tokens is None and url.add_special_tokens is not None:
-        asked.add_special_tokens = url.add_special_tokens == "true"
-    return _of_tei(asked) if isinstance(asked, TEITokenizeBody) else _of_vllm(asked)
-
-
 def _of_vllm(body: TokenizeBody) -> Asked:
-    if isinstance(body.prompt, UnsetType) == isinstance(body.messages, UnsetType):
-        has = "neither prompt nor messages" if isinstance(body.prompt, UnsetType) else "prompt and messages"
-        raise InvalidRequest(f"the body has {has}; send one of them, in an object such as {body.example}")
+    form.one_of(body, "prompt", "messages")
     if body.add_generation_prompt and body.continue_final_message:
         raise InvalidRequest("add_generation_prompt and continue_final_message are both true; send one of them")
     if isinstance(body.messages, UnsetType):
         size = len(body.prompt) if isinstance(body.prompt, str) else 0
     else:
-        size = len(repr(check_conversation(body.messages, "messages")))
+        size = len(repr(form.check_conversation(body.messages, "messages")))
     _check_size(size)
 
     def answer(tokenizer: TextTokenizer, info: ModelInfo) -> TokenizeReply:
@@ -207,7 +180,7 @@ def _of_vllm(body: TokenizeBody) -> Asked:
 
 
 def _of_tei(body: TEITokenizeBody) -> Asked:
-    texts = to_texts(body.inputs)
+    texts = form.to_texts(body.inputs)
     if not texts:
         raise EmptyBatch("inputs is an empty list; send at least one text")
     size = sum(map(len, texts))
@@ -220,8 +193,7 @@ def _of_tei(body: TEITokenizeBody) -> Asked:
     return Asked(body.model or "", size * _TOKEN_BYTES, answer)
 
 
-def _detokenize(body: Octets, url: Url) -> Asked:
-    asked = bodies.read(body, DetokenizeBody)
+def _detokenize(asked: DetokenizeBody) -> Asked:
     _check_size(len(asked.tokens))
 
     def answer(tokenizer: TextTokenizer, info: ModelInfo) -> DetokenizeReply:
@@ -266,12 +238,13 @@ FORMS: dict[str, TokenForm] = {
     "/tokenize": TokenForm(
         "The token ids of a text or of messages, in vLLM's and TEI's form",
         (TokenizeBody, TEITokenizeBody),
-        TokensUrl,
+        form.TokensUrl,
         (TokenizeReply, list[list[TokenSpan]]),
-        _tokenize,
+        lambda body: (_of_tei if isinstance(body, TEITokenizeBody) else _of_vllm)(body),
+        form.choose_by("", TokenizeBody, "inputs", TEITokenizeBody, ""),
     ),
     "/detokenize": TokenForm(
-        "The text of token ids, in vLLM's form", (DetokenizeBody,), Url, (DetokenizeReply,), _detokenize
+        "The text of token ids, in vLLM's form", (DetokenizeBody,), form.Url, (DetokenizeReply,), _detokenize
     ),
 }
 """The forms that ask a model's tokenizer, by path; errors are vLLM's."""

@@ -12,8 +12,9 @@ from msgspec import Meta
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.teacher_core import LogprobQuery, TokenLogprobs
+from guerdon.wire import schema
 from guerdon.wire.bodies import to_ids
-from guerdon.wire.forms.form import SOME, Body, Form, FormRequest, TokenId, Url
+from guerdon.wire.forms.form import SOME, Body, Form, FormRequest, TokenId, Url, serves
 from guerdon.wire.forms.labels import InBase64, in_base64
 from guerdon.wire.forms.logprob_texts import (
     PAIR_BYTES,
@@ -74,6 +75,19 @@ def _to_detail(error: GuerdonError) -> tuple[int, DetailError]:
     return status, DetailError(flat.message)
 
 
+FORMS: dict[str, Form] = {}
+"""TRL's form for log-probs, by path."""
+
+
+@serves(
+    FORMS,
+    "/get_sequence_logprobs/",
+    "TRL's log-probs of sequences",
+    SequenceLogprobs,
+    BinarySequenceLogprobs,
+    to_error=_to_detail,
+    output=schema.LOGPROBS.name,
+)
 def _sequence_logprobs(body: SequenceLogprobsBody, url: Url) -> FormRequest:
     """The reply has the likeliest ids of each token of the responses, and in binary form the actual ones as well."""
     lengths, count = body.prompt_lengths, len(body.sequences)
@@ -97,21 +111,6 @@ def _sequence_logprobs(body: SequenceLogprobsBody, url: Url) -> FormRequest:
     check = check_counts(top_logprobs=body.top_logprobs)
     num_tables = int(body.response_format == "binary")
     return FormRequest(body.model or "", request, to_reply, check, num_tables=num_tables)
-
-
-FORMS = {
-    "/get_sequence_logprobs/": Form(
-        "TRL's log-probs of sequences",
-        (SequenceLogprobsBody,),
-        Url,
-        (SequenceLogprobs, BinarySequenceLogprobs),
-        _sequence_logprobs,
-        DetailError,
-        _to_detail,
-        output="logprobs",
-    )
-}
-"""TRL's form for log-probs, by path."""
 
 
 def _in_json(said: list[TokenLogprobs], tokens: list[np.ndarray], lengths: list[int]) -> SequenceLogprobs:

@@ -14,20 +14,9 @@ from msgspec import Meta
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import InvalidRequest
 from guerdon.teacher_core import Decodes, LogprobQuery, TokenLogprobs
+from guerdon.wire import schema
 from guerdon.wire.bodies import to_ids
-from guerdon.wire.forms.form import (
-    SOME,
-    Body,
-    Form,
-    FormRequest,
-    Keys,
-    TextsOrIds,
-    TokenId,
-    Url,
-    Whole,
-    to_samples,
-    unsupported,
-)
+from guerdon.wire.forms import form
 from guerdon.wire.forms.labels import InBase64, in_base64
 from guerdon.wire.forms.logprob_texts import (
     LEAST,
@@ -46,92 +35,87 @@ from guerdon.wire.forms.logprob_texts import (
     write_positions,
     written,
 )
-from guerdon.wire.forms.openai import OpenAIError, Usage, new_id, to_error
+from guerdon.wire.forms.openai import Usage, new_id, to_error
+from guerdon.wire.tensors import pad_rows
 
 CONTEXT = 16
 """Tokens before a new one that decide whether its text begins with a space."""
 
 _NO_GENERATION = "a teacher does not generate: send max_tokens 0, or 1 for the likeliest next token"
 _ONE_LIKELIEST = "the next token is the likeliest one of the whole vocabulary"
+_GENERATE = "/inference/v1/generate"
 _WHOLE = "positions would shift; send shorter prompts"
 
-Ids = Annotated[list[TokenId], SOME]
-IdRows = Annotated[list[list[Annotated[int, Meta(ge=-1, le=2**63 - 1)]]], SOME]
+Ids = Annotated[list[form.TokenId], form.SOME]
+IdRows = Annotated[list[list[Annotated[int, Meta(ge=-1, le=2**63 - 1)]]], form.SOME]
 One = Annotated[int, Meta(ge=1, le=1, description="1: a teacher gives only the likeliest next token")]
 
 
-class CompletionsBody(Body, kw_only=True):
-    """Asks about each `prompt`; `logprobs_temperature` is ours, `temperature` changes nothing, as in vLLM."""
+class SamplingKeys(form.Keys, kw_only=True):
+    """`logprobs_temperature` is ours; `temperature` changes nothing, as in vLLM."""
 
-    example: ClassVar[str] = '{"prompt": [[5, 6, 7]], "max_tokens": 1, "prompt_logprobs": 20}'
-    prompt: TextsOrIds
     max_tokens: Count | None = None
     prompt_logprobs: Count | None = None
     logprobs: Count | None = None
-    echo: bool | None = None
     temperature: float | None = None
     logprobs_temperature: Temperature | None = None
     n: One | None = None
+    logit_bias: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    allowed_token_ids: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    repetition_penalty: Annotated[Any, form.unsupported(_ONE_LIKELIEST, 1)] = None
+    min_tokens: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    bad_words: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    structured_outputs: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    watermarking: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+
+
+class CompletionsBody(SamplingKeys, kw_only=True):
+    """Asks about each `prompt`."""
+
+    example: ClassVar[str] = '{"prompt": [[5, 6, 7]], "max_tokens": 1, "prompt_logprobs": 20}'
+    model: form.ModelName = None
+    prompt: form.TextsOrIds
+    echo: bool | None = None
     request_id: str | None = None
-    priority: Whole | None = None
+    priority: form.Whole | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    stream: Annotated[Any, unsupported("the whole answer is there at once")] = None
-    suffix: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    use_beam_search: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    logit_bias: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    allowed_token_ids: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    repetition_penalty: Annotated[Any, unsupported(_ONE_LIKELIEST, 1)] = None
-    min_tokens: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    bad_words: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    structured_outputs: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    response_format: Annotated[Any, unsupported(_ONE_LIKELIEST, {"type": "text"})] = None
-    watermarking: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    vllm_xargs: Annotated[Any, unsupported("vLLM's extensions are not here")] = None
-    return_weight_versions: Annotated[Any, unsupported("the header guerdon-weights-version names them")] = None
-    prompt_embeds: Annotated[Any, unsupported("send text or token ids")] = None
-    truncate_prompt_tokens: Annotated[Any, unsupported(_WHOLE)] = None
-    logprob_token_ids: Annotated[Any, unsupported("send prompt_logprob_token_ids to /inference/v1/generate")] = None
-    prompt_logprob_token_ids: Annotated[Any, unsupported("send it to /inference/v1/generate")] = None
+    stream: Annotated[Any, form.unsupported("the whole answer is there at once")] = None
+    suffix: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    use_beam_search: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    response_format: Annotated[Any, form.unsupported(_ONE_LIKELIEST, {"type": "text"})] = None
+    vllm_xargs: Annotated[Any, form.unsupported("vLLM's extensions are not here")] = None
+    return_weight_versions: Annotated[Any, form.unsupported("the header guerdon-weights-version names them")] = None
+    prompt_embeds: Annotated[Any, form.unsupported("send text or token ids")] = None
+    truncate_prompt_tokens: Annotated[Any, form.unsupported(_WHOLE)] = None
+    logprob_token_ids: Annotated[Any, form.unsupported(f"send prompt_logprob_token_ids to {_GENERATE}")] = None
+    prompt_logprob_token_ids: Annotated[Any, form.unsupported(f"send it to {_GENERATE}")] = None
 
 
-class SamplingParams(Keys, kw_only=True):
+class SamplingParams(SamplingKeys, kw_only=True):
     """Row r of `prompt_logprob_token_ids` is about the prompt's token `prompt_logprob_start` + r + 1."""
 
     example: ClassVar[str] = '{"max_tokens": 1, "prompt_logprobs": 1}'
-    max_tokens: Count | None = None
-    prompt_logprobs: Count | None = None
     prompt_logprob_token_ids: IdRows | None = None
     prompt_logprob_start: Count | None = None
-    logprobs: Count | None = None
-    temperature: float | None = None
-    logprobs_temperature: Temperature | None = None
-    n: One | None = None
     detokenize: bool = True
-    logprob_token_ids: Annotated[Any, unsupported("send prompt_logprob_token_ids")] = None
-    logit_bias: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    allowed_token_ids: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    repetition_penalty: Annotated[Any, unsupported(_ONE_LIKELIEST, 1)] = None
-    min_tokens: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    bad_words: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    structured_outputs: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    watermarking: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    trace_decode_token_ids: Annotated[Any, unsupported(_ONE_LIKELIEST)] = None
-    extra_args: Annotated[Any, unsupported("vLLM's extensions are not here")] = None
+    logprob_token_ids: Annotated[Any, form.unsupported("send prompt_logprob_token_ids")] = None
+    trace_decode_token_ids: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
+    extra_args: Annotated[Any, form.unsupported("vLLM's extensions are not here")] = None
 
 
-class GenerateBody(Body, kw_only=True):
+class GenerateBody(form.Body, kw_only=True):
     example: ClassVar[str] = '{"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}'
     token_ids: Ids
     sampling_params: SamplingParams
     request_id: str | None = None
-    priority: Whole | None = None
+    priority: form.Whole | None = None
     return_token_ids: bool | None = None
     output_mode: Literal["tokens"] | None = None
-    stream: Annotated[Any, unsupported("the whole answer is there at once")] = None
-    features: Annotated[Any, unsupported("send token ids")] = None
-    content_parts: Annotated[Any, unsupported("send token ids")] = None
+    stream: Annotated[Any, form.unsupported("the whole answer is there at once")] = None
+    features: Annotated[Any, form.unsupported("send token ids")] = None
+    content_parts: Annotated[Any, form.unsupported("send token ids")] = None
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
@@ -195,9 +179,21 @@ class GenerateReply(msgspec.Struct, kw_only=True):
     prompt_token_ids: np.ndarray | None = None
 
 
-def _completions(body: CompletionsBody, url: Url) -> FormRequest:
+FORMS: dict[str, form.Form] = {}
+"""vLLM's forms for log-probs, by path."""
+
+
+@form.serves(
+    FORMS,
+    "/v1/completions",
+    "vLLM's log-probs of prompts",
+    CompletionsReply,
+    to_error=to_error,
+    output=schema.LOGPROBS.name,
+)
+def _completions(body: CompletionsBody, url: form.Url) -> form.FormRequest:
     """The reply has a choice for each prompt; its text and its log-probs begin with the prompt's if `echo` is true."""
-    request = to_samples(body.prompt, "prompt")
+    request = form.to_samples(body.prompt, "prompt")
     request.add_special_tokens = bool(body.add_special_tokens) and request.texts is not None
     echoes = bool(body.echo) and body.logprobs is not None
     query = _query(body.max_tokens, body.prompt_logprobs, body.logprobs, body.logprobs_temperature, echoes=echoes)
@@ -223,15 +219,24 @@ def _completions(body: CompletionsBody, url: Url) -> FormRequest:
         return CompletionsReply(id=reply_id, created=int(time.time()), model=info.name, choices=choices, usage=usage)
 
     check = check_counts(prompt_logprobs=body.prompt_logprobs or 0, logprobs=body.logprobs or 0)
-    return FormRequest(body.model or "", request, to_reply, check)
+    return form.FormRequest(body.model or "", request, to_reply, check)
 
 
-def _generate(body: GenerateBody, url: Url) -> FormRequest:
+@form.serves(
+    FORMS,
+    "/inference/v1/generate",
+    "vLLM's log-probs of token ids",
+    GenerateReply,
+    to_error=to_error,
+    output=schema.LOGPROBS.name,
+)
+def _generate(body: GenerateBody, url: form.Url) -> form.FormRequest:
     """The reply has ids only; log-probs of given ids are a float32 `.npy` file in base64, minus infinity at pads."""
     asked = body.sampling_params
     request = ScoreRequest(tokens=[to_ids(body.token_ids)])
     query = _query(asked.max_tokens, asked.prompt_logprobs, asked.logprobs, asked.logprobs_temperature)
-    given = None if asked.prompt_logprob_token_ids is None else _table(asked.prompt_logprob_token_ids)
+    rows = asked.prompt_logprob_token_ids
+    given = None if rows is None else pad_rows(rows, np.int64, -1, max(1, *map(len, rows)))
     skipped = asked.prompt_logprob_start or 0
     if given is not None:
         _check_rows(len(given), skipped, len(body.token_ids))
@@ -265,32 +270,7 @@ def _generate(body: GenerateBody, url: Url) -> FormRequest:
         logprobs=asked.logprobs or 0,
         prompt_logprob_token_ids=0 if given is None else given.shape[1],
     )
-    return FormRequest(body.model or "", request, to_reply, check, num_tables=0 if given is None else 2)
-
-
-FORMS = {
-    "/v1/completions": Form(
-        "vLLM's log-probs of prompts",
-        (CompletionsBody,),
-        Url,
-        (CompletionsReply,),
-        _completions,
-        OpenAIError,
-        to_error,
-        output="logprobs",
-    ),
-    "/inference/v1/generate": Form(
-        "vLLM's log-probs of token ids",
-        (GenerateBody,),
-        Url,
-        (GenerateReply,),
-        _generate,
-        OpenAIError,
-        to_error,
-        output="logprobs",
-    ),
-}
-"""vLLM's forms for log-probs, by path."""
+    return form.FormRequest(body.model or "", request, to_reply, check, num_tables=0 if given is None else 2)
 
 
 # --- asking --------------------------------------------------------------------------------------------------------
@@ -323,14 +303,6 @@ def _query(
 def _ask(request: ScoreRequest, query: LogprobQuery, priority: int | None) -> None:
     request.queries = [query] * len(request)
     request.priority = -(priority or 0)  # vLLM's lower numbers go first
-
-
-def _table(rows: list[list[int]]) -> np.ndarray:
-    """Returns the rows as int64 `[rows,K]`, the shorter ones padded."""
-    table = np.full((len(rows), max(1, *map(len, rows))), -1, np.int64)
-    for out, row in zip(table, rows, strict=True):
-        out[: len(row)] = row
-    return table
 
 
 def _check_rows(rows: int, start: int, tokens: int) -> None:

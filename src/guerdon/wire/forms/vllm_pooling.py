@@ -7,36 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Meta, Raw, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import InvalidRequest
-from guerdon.wire import bodies
-from guerdon.wire.forms import label_probs, sglang
-from guerdon.wire.forms.form import (
-    SOME,
-    Body,
-    Conversation,
-    Form,
-    FormRequest,
-    TextsOrIds,
-    check_conversation,
-    check_rewards,
-    of_conversation,
-    pair_samples,
-    to_samples,
-    unsupported,
-)
-from guerdon.wire.forms.labels import (
-    Activation,
-    activated,
-    components_of,
-    labels_of,
-    more_of,
-    number,
-    numbers_of,
-)
-from guerdon.wire.forms.openai import Numbers, OpenAIError, Row, Usage, count_tokens, new_id, to_error
+from guerdon.wire import schema
+from guerdon.wire.forms import form, label_probs, labels, sglang
+from guerdon.wire.forms.openai import Numbers, Row, Usage, count_tokens, new_id, to_error
 from guerdon.wire.forms.sample_options import (
     EncodingFormat,
     Endianness,
@@ -66,14 +43,14 @@ class ClassifyBody(PoolingOptions, kw_only=True):
     """Samples as `input`, or one conversation as `messages`; never both."""
 
     example: ClassVar[str] = '{"input": ["a prompt and its response"], "use_activation": false}'
-    input: TextsOrIds | UnsetType = UNSET
-    messages: Conversation | UnsetType = UNSET
-    normalize: Annotated[Any, unsupported("vLLM removed it; send use_activation")] = None
-    dimensions: Annotated[Any, unsupported("a reward is no embedding that could be shortened")] = None
-    chat_template: Annotated[Any, unsupported(_RENDER)] = None
-    chat_template_kwargs: Annotated[Any, unsupported(_RENDER)] = None
-    add_generation_prompt: Annotated[Any, unsupported(_AS_IT_STANDS)] = None
-    continue_final_message: Annotated[Any, unsupported(_AS_IT_STANDS)] = None
+    input: form.TextsOrIds | UnsetType = UNSET
+    messages: form.Conversation | UnsetType = UNSET
+    normalize: Annotated[Any, form.unsupported("vLLM removed it; send use_activation")] = None
+    dimensions: Annotated[Any, form.unsupported("a reward is no embedding that could be shortened")] = None
+    chat_template: Annotated[Any, form.unsupported(_RENDER)] = None
+    chat_template_kwargs: Annotated[Any, form.unsupported(_RENDER)] = None
+    add_generation_prompt: Annotated[Any, form.unsupported(_AS_IT_STANDS)] = None
+    continue_final_message: Annotated[Any, form.unsupported(_AS_IT_STANDS)] = None
 
 
 class PoolingBody(ClassifyBody, kw_only=True):
@@ -81,7 +58,7 @@ class PoolingBody(ClassifyBody, kw_only=True):
     encoding_format: EncodingFormat = None
     embed_dtype: Literal["float32"] | None = None
     endianness: Endianness = None
-    data: Annotated[Any, unsupported("it is for plugins of vLLM; send input")] = None
+    data: Annotated[Any, form.unsupported("it is for plugins of vLLM; send input")] = None
 
 
 class Part(msgspec.Struct):
@@ -98,7 +75,7 @@ class Parts(msgspec.Struct):
 
 
 Side = Annotated[
-    str | Parts | Annotated[list[Annotated[str | Parts, Meta(description="a string")]], SOME],
+    str | Parts | Annotated[list[Annotated[str | Parts, Meta(description="a string")]], form.SOME],
     Meta(description="a string, or a list of strings"),
 ]
 
@@ -114,10 +91,10 @@ class PairsBody(PoolingOptions, kw_only=True):
     items: Side | None = None
     data_1: Side | None = None
     data_2: Side | None = None
-    max_tokens_per_query: Annotated[Any, unsupported(CUT)] = None
-    max_tokens_per_doc: Annotated[Any, unsupported(CUT)] = None
-    instruction: Annotated[Any, unsupported(PUT_INTO_PROMPTS)] = None
-    chat_template_kwargs: Annotated[Any, unsupported("pairs go through no chat template")] = None
+    max_tokens_per_query: Annotated[Any, form.unsupported(CUT)] = None
+    max_tokens_per_doc: Annotated[Any, form.unsupported(CUT)] = None
+    instruction: Annotated[Any, form.unsupported(PUT_INTO_PROMPTS)] = None
+    chat_template_kwargs: Annotated[Any, form.unsupported("pairs go through no chat template")] = None
 
 
 class PoolingUsage(Usage, kw_only=True):
@@ -163,26 +140,26 @@ class PairsReply(_Reply, kw_only=True):
     data: list[ScoreRow]
 
 
-class _ClassifyKeys(msgspec.Struct):
-    """The keys by which a body of `/classify` is vLLM's or SGLang's."""
-
-    example: ClassVar[str] = ClassifyBody.example
-    input: Raw = Raw(b"null")
-    messages: Raw = Raw(b"null")
-    text: Raw = Raw(b"null")
-    input_ids: Raw = Raw(b"null")
+FORMS: dict[str, form.Form] = {}
+"""vLLM's forms by path; `/classify` and `/v1/score` are SGLang's, too."""
 
 
-def _choose_classify(body: bodies.Octets) -> type[Body]:
-    keys = bodies.read(body, _ClassifyKeys)
-    if bytes(keys.text) == bytes(keys.input_ids) == b"null":
-        return ClassifyBody
-    if not bytes(keys.input) == bytes(keys.messages) == b"null":
-        raise InvalidRequest("the body has keys of vLLM's form and of SGLang's; send input or messages, else text")
-    return sglang.NativeBody
-
-
-def _classify(body: ClassifyBody | sglang.NativeBody, url: OptionsUrl) -> FormRequest:
+@form.serves(
+    FORMS,
+    "/classify",
+    "vLLM's classification, and SGLang's",
+    ClassifyReply,
+    *sglang.NATIVE_REPLIES,
+    to_error=to_error,
+    choose=form.choose_by(
+        "input messages",
+        ClassifyBody,
+        "text input_ids",
+        sglang.NativeBody,
+        "vLLM's form and of SGLang's; send input or messages, else text",
+    ),
+)
+def _classify(body: ClassifyBody | sglang.NativeBody, url: OptionsUrl) -> form.FormRequest:
     """The reply has a number a label as `probs`: raw, unless `use_activation` is true."""
     if isinstance(body, sglang.NativeBody):
         return sglang.to_native_request(body, url)
@@ -190,17 +167,20 @@ def _classify(body: ClassifyBody | sglang.NativeBody, url: OptionsUrl) -> FormRe
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> ClassifyReply:
         def row(index: int, score: Score) -> ClassifyRow:
-            probs = numbers_of(score, info, activation)
-            label = labels_of(info, len(probs))[int(probs.argmax())]
-            return ClassifyRow(index=index, label=label, probs=probs, num_classes=len(probs), **more_of(score, info))
+            probs = labels.numbers_of(score, info, activation)
+            label = labels.labels_of(info, len(probs))[int(probs.argmax())]
+            return ClassifyRow(
+                index=index, label=label, probs=probs, num_classes=len(probs), **labels.more_of(score, info)
+            )
 
         rows = [row(i, score) for i, score in enumerate(scores_of(reply))]
         return ClassifyReply(data=rows, **_head(f"classify-{reply_id}", reply, info))
 
-    return FormRequest(body.model or "", request, to_reply)
+    return form.FormRequest(body.model or "", request, to_reply)
 
 
-def _pooling(body: PoolingBody, url: OptionsUrl) -> FormRequest:
+@form.serves(FORMS, "/pooling", "vLLM's pooling", PoolingReply, to_error=to_error)
+def _pooling(body: PoolingBody, url: OptionsUrl) -> form.FormRequest:
     """The task `token_classify` gives a number a token or a step; without a task it is the model's own.
 
     A step's numbers are its probabilities of being wrong and of being right.
@@ -214,12 +194,12 @@ def _pooling(body: PoolingBody, url: OptionsUrl) -> FormRequest:
 
     def check(info: ModelInfo) -> None:
         if not is_by_token(info):
-            check_rewards(info)
+            form.check_rewards(info)
         elif not _has_tokens(info):
             raise InvalidRequest(f"{info.name} gives no numbers for single tokens; send the task classify")
-        elif wants_raw and "step_rewards" in info.outputs:
+        elif wants_raw and schema.STEP_REWARDS.has(info):
             raise InvalidRequest("step rewards are probabilities, there are no raw numbers: leave use_activation out")
-        elif "step_rewards" in info.outputs and not info.step_separator_ids and request.tokens is not None:
+        elif schema.STEP_REWARDS.has(info) and not info.step_separator_ids and request.tokens is not None:
             request.steps = [np.arange(len(row)) for row in request.tokens]  # as vLLM does without a step's tag
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> PoolingReply:
@@ -228,84 +208,55 @@ def _pooling(body: PoolingBody, url: OptionsUrl) -> FormRequest:
         def row(index: int, score: Score) -> PoolingRow:
             if by_token:
                 return PoolingRow(index=index, data=encode(_token_numbers(score, activation)))
-            return PoolingRow(index=index, data=encode(numbers_of(score, info, activation)), **more_of(score, info))
+            return PoolingRow(
+                index=index, data=encode(labels.numbers_of(score, info, activation)), **labels.more_of(score, info)
+            )
 
         rows = [row(i, score) for i, score in enumerate(scores_of(reply))]
         return PoolingReply(data=rows, **_head(f"pooling-{reply_id}", reply, info))
 
-    return FormRequest(body.model or "", request, to_reply, check)
+    return form.FormRequest(body.model or "", request, to_reply, check)
 
 
-def _score(body: PairsBody, url: OptionsUrl) -> FormRequest:
+@form.serves(FORMS, "/score", "vLLM's scores of pairs", PairsReply, to_error=to_error)
+def _score(body: PairsBody, url: OptionsUrl) -> form.FormRequest:
     """The two texts of a pair are tokenised apart; the reply has one number a pair as `score`."""
     prompts, responses = _pairs(body)
-    request = with_options(pair_samples(prompts, responses), body, -(body.priority or 0))
+    request = with_options(form.pair_samples(prompts, responses), body, -(body.priority or 0))
     activation, reply_id = activation_of(body), body.request_id or new_id()
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> PairsReply:
         def row(index: int, score: Score) -> ScoreRow:
-            (value,) = activated(np.array([number(score.reward)]), activation)
-            return ScoreRow(index=index, score=value, **components_of(score, info))
+            (value,) = labels.activated(np.array([labels.number(score.reward)]), activation)
+            return ScoreRow(index=index, score=value, **labels.components_of(score, info))
 
         rows = [row(i, score) for i, score in enumerate(scores_of(reply))]
         return PairsReply(data=rows, **_head(f"score-{reply_id}", reply, info))
 
-    return FormRequest(body.model or "", request, to_reply)
+    return form.FormRequest(body.model or "", request, to_reply)
 
 
-def _score_or_label_probs(body: PairsBody | label_probs.SGLangScoreBody, url: OptionsUrl) -> FormRequest:
+@form.serves(
+    FORMS,
+    "/v1/score",
+    "vLLM's scores of pairs, and SGLang's probabilities of labels",
+    PairsReply,
+    label_probs.SGLangScoreReply,
+    to_error=to_error,
+    choose=form.choose_by(
+        "text_1 queries data_1",
+        PairsBody,
+        "query label_token_ids",
+        label_probs.SGLangScoreBody,
+        "vLLM's form and of SGLang's; send text_1 and text_2, else query",
+    ),
+)
+def _score_or_label_probs(body: PairsBody | label_probs.SGLangScoreBody, url: OptionsUrl) -> form.FormRequest:
     """SGLang's form asks a teacher or a judge how likely labels are as the next token."""
     if isinstance(body, label_probs.SGLangScoreBody):
         _refuse_switches(url)
         return label_probs.to_sglang_request(body, url)
     return _score(body, url)
-
-
-class _ScoreKeys(msgspec.Struct):
-    """The keys by which a body of `/v1/score` is vLLM's or SGLang's."""
-
-    example: ClassVar[str] = PairsBody.example
-    query: Raw = Raw(b"null")
-    label_token_ids: Raw = Raw(b"null")
-    text_1: Raw = Raw(b"null")
-    queries: Raw = Raw(b"null")
-    data_1: Raw = Raw(b"null")
-
-
-def _choose_score(body: bodies.Octets) -> type[Body]:
-    keys = bodies.read(body, _ScoreKeys)
-    if bytes(keys.query) == bytes(keys.label_token_ids) == b"null":
-        return PairsBody
-    if not bytes(keys.text_1) == bytes(keys.queries) == bytes(keys.data_1) == b"null":
-        raise InvalidRequest("the body has keys of vLLM's form and of SGLang's; send text_1 and text_2, else query")
-    return label_probs.SGLangScoreBody
-
-
-FORMS: dict[str, Form] = {
-    "/classify": Form(
-        "vLLM's classification, and SGLang's",
-        (ClassifyBody, sglang.NativeBody),
-        OptionsUrl,
-        (ClassifyReply, *sglang.NATIVE_REPLIES),
-        _classify,
-        OpenAIError,
-        to_error,
-        _choose_classify,
-    ),
-    "/pooling": Form("vLLM's pooling", (PoolingBody,), OptionsUrl, (PoolingReply,), _pooling, OpenAIError, to_error),
-    "/score": Form("vLLM's scores of pairs", (PairsBody,), OptionsUrl, (PairsReply,), _score, OpenAIError, to_error),
-    "/v1/score": Form(
-        "vLLM's scores of pairs, and SGLang's probabilities of labels",
-        (PairsBody, label_probs.SGLangScoreBody),
-        OptionsUrl,
-        (PairsReply, label_probs.SGLangScoreReply),
-        _score_or_label_probs,
-        OpenAIError,
-        to_error,
-        _choose_score,
-    ),
-}
-"""vLLM's forms by path; `/classify` and `/v1/score` are SGLang's, too."""
 
 
 def _refuse_switches(url: OptionsUrl) -> None:
@@ -316,16 +267,13 @@ def _refuse_switches(url: OptionsUrl) -> None:
 
 
 def _samples(body: ClassifyBody) -> ScoreRequest:
-    if isinstance(body.input, UnsetType) == isinstance(body.messages, UnsetType):
-        has = "neither input nor messages" if isinstance(body.input, UnsetType) else "input and messages"
-        raise InvalidRequest(f"the body has {has}; send one of them, in an object such as {ClassifyBody.example}")
+    name, samples = form.one_of(body, "input", "messages")
     priority = -(body.priority or 0)  # vLLM's lower numbers go first
-    if not isinstance(body.input, UnsetType):
-        return with_options(to_samples(body.input, "input"), body, priority)
-    assert not isinstance(body.messages, UnsetType)
+    if name == "input":
+        return with_options(form.to_samples(samples, name), body, priority)
     if body.add_special_tokens:
         raise InvalidRequest("add_special_tokens is true beside messages, whose template writes them; leave it out")
-    return with_options(of_conversation(check_conversation(body.messages, "messages")), body, priority)
+    return with_options(form.of_conversation(form.check_conversation(samples, name)), body, priority)
 
 
 def _pairs(body: PairsBody) -> tuple[list[str], list[str]]:
@@ -355,15 +303,15 @@ def joined_parts(parts: list[str | Part]) -> str:
 
 def _has_tokens(info: ModelInfo) -> bool:
     """Whether the model gives numbers for single tokens or steps."""
-    return bool({"values", "step_rewards"} & {*info.outputs})
+    return schema.VALUES.has(info) or schema.STEP_REWARDS.has(info)
 
 
-def _token_numbers(score: Score, activation: Activation | None) -> np.ndarray:
+def _token_numbers(score: Score, activation: labels.Activation | None) -> np.ndarray:
     """Float32 `[K, 2]` of the steps' probabilities of being wrong and right, else `[T, 1]` of the tokens' values."""
     if score.steps is not None:
         return np.stack([1 - score.steps, score.steps], axis=1)
     assert score.values is not None
-    return activated(score.values.reshape(-1, 1), activation)
+    return labels.activated(score.values.reshape(-1, 1), activation)
 
 
 def _head(reply_id: str, reply: ScoreReply, info: ModelInfo) -> dict[str, Any]:
