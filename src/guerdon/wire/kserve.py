@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -120,40 +119,10 @@ def decode(body: bodies.Octets, header_length: int | None) -> InferRequest:
     return InferRequest(inputs, outputs or None, _text(head.id), parameters, binary_default)
 
 
-def write(reply: ServedReply, request: InferRequest, info: Info) -> bodies.InPieces:
-    """Returns the body that answers `request`; raises a failed row's error unless the request asked for errors."""
-    return encode(to_reply(reply, request, info), request)
-
-
-def encode(reply: InferReply, request: InferRequest) -> bodies.InPieces:
-    """Returns the body that answers `request`.
-
-    Non-finite values are null in JSON. Raises InvalidRequest if an output has too many values for JSON.
-    """
-    requested, default = request.outputs, request.binary_default
-    outputs: list[TensorBody] = []
-    blobs: list[bytes | memoryview] = []
-    for tensor in reply.outputs:
-        if default if requested is None else requested.get(tensor.name, default):
-            outputs.append(_write_binary(tensor, blobs))
-        else:
-            outputs.append(TensorBody(tensor.name, tensor.datatype, list(tensor.shape), data=tensors.to_json(tensor)))
-    head = ReplyBody(outputs, reply.model_name, reply.model_version, reply.parameters or None, reply.id)
-    pieces = bodies.write_in_pieces(head)
-    if not blobs:
-        return bodies.InPieces(pieces)
-    first = next(pieces)
-    json_length = len(first) + sum(map(len, pieces))
-    # A long head is made twice, so that it is never there as a whole.
-    start = [first] if json_length == len(first) else bodies.write_in_pieces(head)
-    binary = (blob[some] for blob in blobs for some in bodies.slices(len(blob)))
-    return bodies.InPieces(chain(start, binary), json_length + sum(map(len, blobs)), json_length)
-
-
 def encode_request(request: InferRequest) -> tuple[bytes, int]:
     """Returns the body of a request with every input in binary form, and its JSON's length."""
     blobs: list[bytes | memoryview] = []
-    inputs = [_write_binary(tensor, blobs) for tensor in request.inputs.values()]
+    inputs = [write_binary(tensor, blobs) for tensor in request.inputs.values()]
     outputs, parameters = None, request.parameters
     if request.outputs is None:
         parameters = {**parameters, "binary_data_output": request.binary_default}
@@ -211,7 +180,7 @@ def _read_tensors(entries: list[TensorBody], binary: memoryview) -> dict[str, Te
     return found
 
 
-def _write_binary(tensor: Tensor, blobs: list[bytes | memoryview]) -> TensorBody:
+def write_binary(tensor: Tensor, blobs: list[bytes | memoryview]) -> TensorBody:
     """Returns the tensor's entry in binary form; appends its bytes to `blobs`."""
     blobs.append(tensors.to_raw(tensor))
     return TensorBody(tensor.name, tensor.datatype, list(tensor.shape), TensorParameters(len(blobs[-1])))

@@ -22,7 +22,7 @@ from guerdon.server.front.http_request import (
 )
 from guerdon.server.reading import INLINE_BYTES
 from guerdon.settings.config import LimitsConfig
-from guerdon.wire import bodies, kserve
+from guerdon.wire import bodies, kserve, kserve_answers
 from guerdon.wire.bodies import InPieces
 from guerdon.wire.forms.form import Form, FormRequest
 from guerdon.wire.kserve import ServedReply
@@ -67,7 +67,7 @@ class KServeExchange:
     async def encode(self, answer: ServedReply, info: ModelInfo | OperationInfo) -> Reply:
         """Returns JSON, and binary tensors if they were asked for."""
         assert self._visit.tensors is not None
-        write = functools.partial(kserve.write, answer, self._visit.tensors, info)
+        write = functools.partial(kserve_answers.write, answer, self._visit.tensors, info)
         num_bytes = max(self.num_bytes, self._visit.table_bytes(answer, info))
         make = functools.partial(_body, write, self._visit, self._request)
         payload, json_length = await self._visit.run(make, num_bytes)
