@@ -219,6 +219,7 @@ def test_all_mistakes_in_a_file_are_printed_with_their_lines(
     ("argv", "message"),
     [
         ("serve m --prot 1", "unrecognized arguments: --prot"),
+        ("serve m --model-repo .", "unrecognized arguments: --model-repo"),  # no flag may be abbreviated
         ("serve m --port http", "argument --port: invalid int value: 'http'"),
         ("serve m --dtype int8", "argument --dtype: invalid choice: 'int8'"),
         ("serve m --attribute-weights a", "'a' is not a list of numbers"),
@@ -331,6 +332,13 @@ def test_ctrl_c_ends_a_run_soon(scoring: Path) -> None:
 
 
 # Actors
+
+
+@pytest.mark.parametrize("argv", ["serve --model m", "serve-judge --model=m", "reinforce --config run.yaml"])
+def test_what_needs_no_flag_is_suggested_without_one(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(*argv.split(), capsys=capsys)
+    name = "CONFIG" if "config" in argv else "MODEL"
+    assert status == 2 and f"did you mean {name}, without a flag?" in err
 
 
 @pytest.fixture

@@ -72,13 +72,13 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Accepts underscores in flags, and values of boolean flags; its errors say what to do."""
+    """Accepts underscores in flags, values of boolean flags, and no abbreviations; its errors say what to do."""
 
     _first: frozenset[str] | None = None
     _suggestion: str | None = None
 
     def __init__(self, prog: str, **options: Any) -> None:
-        super().__init__(prog, formatter_class=HelpFormatter, add_help=False, **options)
+        super().__init__(prog, formatter_class=HelpFormatter, add_help=False, allow_abbrev=False, **options)
         self.add_argument("-h", "--help", action="help", help="Show this help and exit.")
 
     def show_first(self, *names: str) -> None:
@@ -112,7 +112,10 @@ class Parser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else args
         parsed, unknown = super().parse_known_args(self._resolve_booleans(map(_hyphenate, given)), namespace)
         if unknown:
-            self._suggestion = nearest(unknown[0].partition("=")[0], self._option_string_actions)
+            flag = unknown[0].partition("=")[0]
+            names = [action.dest for action in self._get_positional_actions()]
+            positional = {f"--{name.lower()}": name for name in names}
+            self._suggestion = positional.get(flag) or nearest(flag, self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
 
@@ -134,7 +137,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exits like every error at startup, with the error and its remedy."""
-        meant = f"did you mean {self._suggestion}? " if self._suggestion else ""
+        meant = ""
+        if self._suggestion:
+            is_flag = self._suggestion.startswith("-") or not self._suggestion.isupper()
+            meant = f"did you mean {self._suggestion}{'' if is_flag else ', without a flag'}? "
         flag = "--help" if self._first is None else "--help-all"
         sys.exit(console.fail(message, f"{meant}`{self.prog} {flag}` lists all arguments", Exit.CANNOT_START))
 
