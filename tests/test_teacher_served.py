@@ -20,7 +20,7 @@ import zoo
 from guerdon import TeacherClient
 from guerdon.assembly import build_service
 from guerdon.core import Score, ScoreRequest, Sequence
-from guerdon.engine.head_export import rebuild
+from guerdon.engine.heads import rebuild
 from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
 from guerdon.server import reading
 from guerdon.server.catalog import Teacher

@@ -15,8 +15,8 @@ from engine import rank_checks
 from guerdon.distributed.ranks import Member, Ranks
 from guerdon.engine.checkpoint import placement
 from guerdon.engine.checkpoint.reward_models import load_critic
-from guerdon.engine.checkpoint.sharding import sharded_class
 from guerdon.engine.checkpoint.stored import open_checkpoint
+from guerdon.engine.checkpoint.weights import sharded_class
 from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ModelConfig

@@ -12,7 +12,8 @@ import zoo
 from guerdon.core import Score, Sequence
 from guerdon.engine.checkpoint.reward_models import load_critic, load_reward_model
 from guerdon.engine.engine import Engine
-from guerdon.engine.heads import Head, StepRule, to_scores
+from guerdon.engine.heads import RewardHead as Head
+from guerdon.engine.heads import StepRule, to_scores
 from guerdon.errors import CheckpointError, ConfigError, SampleFailed
 from guerdon.settings.config import ModelConfig
 

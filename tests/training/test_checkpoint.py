@@ -25,7 +25,8 @@ from guerdon.engine.checkpoint.reward_models import load_reward_model
 from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, StorageFailed
 from guerdon.settings.config import CriticConfig, LearningConfig, ModelConfig
-from guerdon.training import critic_trainer, tensor_files
+from guerdon.training import critic_trainer
+from guerdon.training import trainer_checkpoint as tensor_files
 from guerdon.training.critic_trainer import CriticTrainer
 
 ROWS = zoo.rows(0, ((40, 4), (20, 2), (3, 3)))

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from guerdon.distributed.ranks import ALONE, Member, Ranks
 from guerdon.errors import CheckpointError, ConfigError, ServerFault
 from guerdon.settings.config import CriticConfig
-from guerdon.training import collectives, tensor_files
+from guerdon.training import collectives
+from guerdon.training import trainer_checkpoint as tensor_files
 from guerdon.training.optimiser import check_layout
 
 

@@ -18,7 +18,7 @@ from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run_metrics import timed
 from guerdon.errors import RewardsFailed
 from guerdon.training.algorithms.kl import kl_per_sequence, kl_per_token, penalised_rewards
-from guerdon.training.algorithms.masking import Moments
+from guerdon.training.algorithms.masking import MaskedMoments
 from guerdon.training.policy_trainer import PolicyTrainer
 
 
@@ -83,8 +83,8 @@ class Experience:
         """Returns the KL to the reference or the teacher, and the entropy."""
         return {
             "kl": kl_per_sequence(self.kl, self.mask).mean().item(),
-            "kl_per_token": Moments.of(self.kl, self.mask).mean,
-            "entropy": Moments.of(self.entropies, self.mask).mean,
+            "kl_per_token": MaskedMoments.of(self.kl, self.mask).mean,
+            "entropy": MaskedMoments.of(self.entropies, self.mask).mean,
         }
 
 

@@ -18,7 +18,7 @@ from guerdon.critic_core import TrainReport
 from guerdon.settings.actors import PPOConfig, PPORunConfig, check_actor
 from guerdon.training.algorithms.advantages import adaptive_lams, gae, whiten
 from guerdon.training.algorithms.kl import token_rewards
-from guerdon.training.algorithms.masking import Moments
+from guerdon.training.algorithms.masking import MaskedMoments
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ def train(config: PPORunConfig, policy: PolicyGroup | None = None) -> RunSummary
                 experience = measure(run.policy, kept, sampling.temperature, algorithm.kl_estimator, metrics)
                 advantages, returns = ppo_advantages(experience, algorithm)
                 metrics["reward_penalised"] = experience.penalised(algorithm.kl_coefficient).mean().item()
-                metrics["value_mean"] = Moments.of(experience.values, experience.mask).mean
-                metrics["return_mean"] = Moments.of(returns, experience.mask).mean
+                metrics["value_mean"] = MaskedMoments.of(experience.values, experience.mask).mean
+                metrics["return_mean"] = MaskedMoments.of(returns, experience.mask).mean
 
                 # The critic learns on its server while the policy learns here; the next values come after it.
                 training = critic.train(
@@ -85,7 +85,7 @@ def ppo_advantages(experience: Experience, config: PPOConfig) -> tuple[Tensor, T
         lam_critic = config.lam if config.lam_critic is None else config.lam_critic
         _, returns = gae(rewards, experience.values, mask, config.gamma, lam_critic)
     if config.whiten_advantages:
-        advantages = whiten(advantages, mask, Moments.of(advantages, mask))
+        advantages = whiten(advantages, mask, MaskedMoments.of(advantages, mask))
     return advantages, returns
 
 

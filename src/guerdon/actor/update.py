@@ -17,7 +17,7 @@ from guerdon.settings.actors import LossConfig, RolloutConfig
 from guerdon.training.algorithms import losses
 from guerdon.training.algorithms.kl import kl_per_token
 from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, PolicyLossStats
-from guerdon.training.algorithms.masking import Moments
+from guerdon.training.algorithms.masking import MaskedMoments
 from guerdon.training.policy_trainer import PolicyTrainer, StepReport
 
 VLLM_IMPORTANCE_CAP = 2.0  # that of Yao et al., 2025
@@ -170,7 +170,7 @@ def _report_metrics(
 
 def advantage_metrics(advantages: Tensor, mask: Tensor) -> dict[str, float]:
     """Returns mean and standard deviation over all tokens."""
-    moments = Moments.of(advantages, mask)
+    moments = MaskedMoments.of(advantages, mask)
     return {"advantage_mean": moments.mean, "advantage_std": math.sqrt(moments.variance)}
 
 

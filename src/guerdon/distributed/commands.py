@@ -16,7 +16,7 @@ from guerdon.distributed.shards import shards
 from guerdon.errors import GuerdonError, ServerFault, Unsupported
 
 
-class Scorer(Protocol):
+class ServedScorer(Protocol):
     """A model, or a user's function, that scores sequences.
 
     One that `takes_all` gets all sequences on every rank and splits them itself; rank 0's results count. One that runs
@@ -78,24 +78,24 @@ class Worker:
 
     def __init__(
         self,
-        scorers: dict[str, Scorer],
+        scorers: dict[str, ServedScorer],
         trainers: dict[str, Trainer] | None = None,
         ranks: Ranks = ALONE,
-        load: Callable[[str, str], Scorer] | None = None,
+        load: Callable[[str, str], ServedScorer] | None = None,
     ) -> None:
         """`load(name, folder)` makes a scorer that can replace the one of that name; all ranks call it."""
         self._scorers = dict(scorers)
         self._trainers = trainers or {}
         self._ranks = ranks
         self._load = load
-        self._beside: dict[str, Scorer] = {}
+        self._beside: dict[str, ServedScorer] = {}
         self._ticking: set[str] = set()
         self._tick: Callable[..., None] | None = None
 
     def watch(self, tick: Callable[..., None]) -> None:
         """Calls `tick` while its models compute, if their layers can be observed."""
         self._tick = tick
-        models: list[tuple[str, Scorer | Trainer]] = [*self._scorers.items(), *self._trainers.items()]
+        models: list[tuple[str, ServedScorer | Trainer]] = [*self._scorers.items(), *self._trainers.items()]
         self._ticking = {name for name, model in models if model.watch(tick)}
 
     def execute(self, command: Command) -> Any:
@@ -108,7 +108,9 @@ class Worker:
         match command.signal:
             case Signal.FORWARD:
                 scorer: Any = self._scorers[name]
-                own = self._own_part(command, takes_all=scorer.takes_all)
+                own = command.sequences
+                if not scorer.takes_all:
+                    own = [own[i] for i in self._parts(command)[self._ranks.data_rank]]
                 if command.plain and not hasattr(scorer, "score_plainly"):
                     raise Unsupported(f"{name} has no other way to score")
                 score = scorer.score_plainly if command.plain else scorer.score
@@ -117,19 +119,6 @@ class Worker:
                 if len(results) != len(own):
                     raise ServerFault(f"{name} gave {len(results)} results for {len(own)} samples")
                 return Scored(results if self._ranks.tensor_rank == 0 else [], scorer.info.weights_version)
-            case Signal.TRAIN:
-                assert command.train is not None
-                with computing.HERE.computing(is_long=True):
-                    return self._trainers[name].train(command.train, command.first_steps)
-            case Signal.VALIDATE:
-                assert command.train is not None
-                with computing.HERE.computing(is_long=True):
-                    return self._trainers[name].validate(command.train)
-            case Signal.ESTIMATE:
-                assert command.train is not None
-                with computing.HERE.computing(is_long=True):
-                    estimated = self._trainers[name].estimate(command.train)
-                return estimated if self._ranks.is_leader else None
             case Signal.LOAD if name not in self._trainers:
                 assert self._load is not None
                 self._beside[name] = made = self._load(name, command.folder)
@@ -143,13 +132,26 @@ class Worker:
             case Signal.RELEASE:
                 self._beside.pop(name, None)
                 memory.release()
-            case Signal.SAVE | Signal.LOAD | Signal.OFFLOAD | Signal.ONLOAD:
+            case Signal.EXIT:
+                pass
+            case _:
                 with computing.HERE.computing(is_long=True):
-                    self._operate(self._trainers[name], command)
+                    return self._train(self._trainers[name], command)
         return None
 
-    def _operate(self, trainer: Trainer, command: Command) -> None:
+    def _train(self, trainer: Trainer, command: Command) -> TrainReport | TrainRequest | None:
+        """Executes a command of a critic that learns."""
         match command.signal:
+            case Signal.TRAIN:
+                assert command.train is not None
+                return trainer.train(command.train, command.first_steps)
+            case Signal.VALIDATE:
+                assert command.train is not None
+                return trainer.validate(command.train)
+            case Signal.ESTIMATE:
+                assert command.train is not None
+                estimated = trainer.estimate(command.train)
+                return estimated if self._ranks.is_leader else None
             case Signal.SAVE:
                 trainer.save(Path(command.folder))
             case Signal.LOAD:
@@ -158,11 +160,7 @@ class Worker:
                 trainer.offload()
             case Signal.ONLOAD:
                 trainer.onload()
-
-    def _own_part(self, command: Command, *, takes_all: bool) -> list[Sequence]:
-        if takes_all:
-            return command.sequences
-        return [command.sequences[i] for i in self._parts(command)[self._ranks.data_rank]]
+        return None
 
     def _switch(self, name: str) -> None:
         """Replaces the scorer of that name by the one that was loaded beside it."""

@@ -19,7 +19,7 @@ from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.errors import GuerdonError, RanksLost
 
 
-class Worker(Protocol):
+class CommandWorker(Protocol):
     """Executes commands on a rank, and merges all ranks' results on rank 0."""
 
     def execute(self, command: Any) -> Any:
@@ -42,7 +42,7 @@ class Group:
 
     on_done: Callable[[Any, float, float], None] | None = None
 
-    def __init__(self, worker: Worker, ranks: Ranks = ALONE, pulse: Pulse | None = None) -> None:
+    def __init__(self, worker: CommandWorker, ranks: Ranks = ALONE, pulse: Pulse | None = None) -> None:
         self._worker, self._ranks, self._pulse = worker, ranks, pulse
         self.has_ended = False
         self._num_commands = 0
@@ -54,12 +54,17 @@ class Group:
         """
         if self._ranks.size == 1:
             return self._worker.merge(command, [self._worker.execute(command)])
+        from guerdon.distributed import frames
+
+        assert self._ranks.control is not None
         started = time.monotonic()
         self._send(portable.dumps(command))
         sent = time.monotonic()
         error, part = self._attempt(command)
         executed = time.monotonic()
-        outcomes = self._gather((error, part))
+        with self._naming_lost():
+            _, *others = frames.gather(self._ranks.control)
+        outcomes = [(error, part), *map(_read_outcome, others)]
         gathered = time.monotonic()
         doing = self._ranks.doing
         doing.num_gathered = self._num_commands
@@ -95,11 +100,11 @@ class Group:
             self._ranks.doing.failed, self._ranks.doing.failure = 0, None
             error, command = _attempted(functools.partial(portable.loads, data))
             part = None
-            if error is not None:
-                self._num_commands += 1
-                self._fail(error)
             if error is None:
                 error, part = self._attempt(command)
+            else:
+                self._num_commands += 1
+                self._fail(error)
             self._send_outcome(error, part)
             if _is_end(command):
                 self._receive()  # a slower rank may still need this one
@@ -157,19 +162,6 @@ class Group:
         with self._naming_lost():
             frames.send_to_leader(data, ranks.control)
 
-    def _gather(self, own: tuple[BaseException | None, Any]) -> list[tuple[BaseException | None, Any]]:
-        """Returns every rank's outcome, by rank."""
-        from guerdon.distributed import frames
-
-        assert self._ranks.control is not None
-        with self._naming_lost():
-            _, *others = frames.gather(self._ranks.control)
-        outcomes = [own]
-        for data in others:
-            error, outcome = _attempted(functools.partial(portable.loads, data))
-            outcomes.append(outcome if error is None else (error, None))
-        return outcomes
-
     @contextlib.contextmanager
     def _naming_lost(self) -> Iterator[None]:
         """Raises RanksLost if a connection breaks."""
@@ -192,6 +184,11 @@ def _attempted(work: Callable[[], Any]) -> tuple[BaseException | None, Any]:
     # SystemExit as well: a user's function must not leave the other ranks waiting.
     except BaseException as e:
         return e, None
+
+
+def _read_outcome(data: bytes) -> tuple[BaseException | None, Any]:
+    error, outcome = _attempted(functools.partial(portable.loads, data))
+    return outcome if error is None else (error, None)
 
 
 def _is_end(command: Any) -> bool:

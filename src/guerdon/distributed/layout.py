@@ -43,7 +43,13 @@ def choose_layout(config: ParallelConfig, device: str) -> Layout:
     `device` is `auto`, `cpu` or `cuda`. `fsdp` without `data_parallel` takes all GPUs.
     """
     check_device(device)
-    layout = fit(config, num_gpus=0 if device == "cpu" else _count_gpus(), num_cores=_count_cores())
+    num_gpus = 0
+    if device != "cpu":
+        import torch
+
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    layout = fit(config, num_gpus=num_gpus, num_cores=num_cores)
     if device == "cuda" and not layout.on_gpu:
         raise ConfigError("device is cuda, and torch sees no GPU", "use --device cpu, or auto")
     return layout
@@ -75,13 +81,3 @@ def _fitting_flags(tensor_size: int, data_size: int, num_gpus: int) -> str:
     data_size = min(data_size, num_gpus // tensor_size)
     flags = [f"--{name}-parallel {size}" for name, size in (("tensor", tensor_size), ("data", data_size)) if size > 1]
     return f"give {' '.join(flags)}" if flags else "leave out --tensor-parallel, --data-parallel and --fsdp"
-
-
-def _count_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

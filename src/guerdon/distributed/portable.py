@@ -66,7 +66,7 @@ def dumps(value: Any) -> bytes:
     pickler.dispatch_table = copyreg.dispatch_table | _WAYS
     if (torch := sys.modules.get("torch")) is not None:
         # torch's own reduction embeds a torch file, which may hold code.
-        pickler.dispatch_table[torch.Tensor] = _reduced_tensor
+        pickler.dispatch_table[torch.Tensor] = lambda x: (_tensor, (x.detach().cpu().numpy(),))
     pickler.dump(value)
     return data.getvalue()
 
@@ -83,22 +83,10 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module in _OWN_MODULES and name.isidentifier():  # rejects a class's attributes
             found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module and _is_data(found):
+            is_own = isinstance(found, type) and found.__module__ == module
+            if is_own and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum | GuerdonError)):
                 return found
         raise pickle.UnpicklingError(f"{module}.{name} may not be exchanged between ranks")
-
-
-def _is_data(found: type) -> bool:
-    return dataclasses.is_dataclass(found) or issubclass(found, enum.Enum | GuerdonError)
-
-
-def _reduced(array: np.ndarray) -> Any:
-    return _array, (_plain(array), array.shape, pickle.PickleBuffer(np.ascontiguousarray(array).data))
-
-
-def _reduced_scalar(value: np.generic) -> Any:
-    array = np.asarray(value)
-    return _scalar, (_plain(array), array.tobytes())
 
 
 def _plain(array: np.ndarray) -> str:
@@ -120,14 +108,14 @@ def _scalar(dtype: str, data: bytes) -> Any:
 
 
 _WAYS: dict[type, Callable[[Any], Any]] = {
-    np.ndarray: _reduced,
-    **{kind: _reduced_scalar for kind in np.sctypeDict.values() if kind not in (np.object_, np.void)},
+    np.ndarray: lambda x: (_array, (_plain(x), x.shape, pickle.PickleBuffer(np.ascontiguousarray(x).data))),
+    **{
+        kind: lambda x: (_scalar, (_plain(np.asarray(x)), np.asarray(x).tobytes()))
+        for kind in np.sctypeDict.values()
+        if kind not in (np.object_, np.void)
+    },
 }
 """Reduces arrays and numpy scalars to the name of a plain dtype, a shape and bytes."""
-
-
-def _reduced_tensor(tensor: torch.Tensor) -> Any:
-    return _tensor, (tensor.detach().cpu().numpy(),)
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -72,11 +72,7 @@ class Pulse:
 
     def stop(self) -> None:
         """Stops the heartbeats, and waits a moment for the others to stop theirs; no rank is missed from now on."""
-        self._is_leaving.set()
-        self._news.set()
-        until = time.monotonic() + min(_FAREWELL_S, self._ranks.timeout_s)
-        for line in self._lines:
-            line.close(until - time.monotonic())
+        self._leave(min(_FAREWELL_S, self._ranks.timeout_s))
 
     def _end(self) -> None:
         """Ends the threads if the process exits without `stop`; the others see their connections break.
@@ -84,9 +80,12 @@ class Pulse:
         Otherwise Python would end threads inside gloo by pthread_exit, which aborts the process.
         """
         self._is_ending = True
+        self._leave(3 * self._break_s)
+
+    def _leave(self, within_s: float) -> None:
         self._is_leaving.set()
         self._news.set()
-        until = time.monotonic() + 3 * self._break_s
+        until = time.monotonic() + within_s
         for line in self._lines:
             line.close(until - time.monotonic())
 

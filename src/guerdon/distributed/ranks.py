@@ -143,27 +143,20 @@ class Ranks:
 
     def most(self, number: int) -> int:
         """Returns the maximum over the data-parallel ranks. Collective."""
-        if self.data_size == 1:
-            return number
-        import torch
-        from torch import distributed
-
-        found = torch.tensor(number)
-        with self.waiting():
-            distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self.data_group)
-        return int(found)
+        return number if self.data_size == 1 else int(self._reduced(number, "MAX", "int64"))
 
     def total(self, numbers: Any) -> Any:
         """Returns the sums over the data-parallel ranks, numpy float64 `[N]` in and out. Collective."""
-        if self.data_size == 1:
-            return numbers
+        return numbers if self.data_size == 1 else self._reduced(numbers, "SUM", "float64").numpy()
+
+    def _reduced(self, numbers: Any, how: str, dtype: str) -> torch.Tensor:
         import torch
         from torch import distributed
 
-        sums = torch.tensor(numbers, dtype=torch.float64)
+        table = torch.tensor(numbers, dtype=getattr(torch, dtype))
         with self.waiting():
-            distributed.all_reduce(sums, group=self.data_group)
-        return sums.numpy()
+            distributed.all_reduce(table, getattr(distributed.ReduceOp, how), group=self.data_group)
+        return table
 
     def agree(self, error: BaseException | None = None) -> None:
         """Collective; if any rank has an error, every rank raises: its own, or another's with the rank's name.
@@ -216,7 +209,7 @@ class Ranks:
             with self.waiting():
                 told = frames.exchange((where, what), self.control)
         except RuntimeError as e:
-            raise RanksLost(f"another rank was lost: {_first_line(e)}") from e
+            raise RanksLost(f"another rank was lost: {(str(e).splitlines() or [type(e).__name__])[0]}") from e
         doing.failed, doing.failure = before
         places, words = zip(*told, strict=True)
         if len(set(places)) == 1:
@@ -264,10 +257,6 @@ def _place() -> str:
         frame = frame.f_back
     assert frame is not None
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def start(config: ParallelConfig, device: str | None = "auto") -> Ranks:

@@ -24,6 +24,22 @@ class _Part:
     cost: int = 0
 
 
+def sorted_by_prefix(rows: list[np.ndarray], limits: list[int | None] | None = None) -> tuple[list[int], list[int]]:
+    """Returns row numbers in lexicographic order, and how many leading tokens each shares with the one before it.
+
+    Big-endian bytes compare like the ids that they encode, so sorting bytes sorts rows. `limits` bound what is shared.
+    """
+    keys = [row.astype(">u4").tobytes() for row in rows]
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    shared = [0] * len(rows)
+    for i in range(1, len(order)):
+        a, b = order[i - 1], order[i]
+        shared[i] = common_prefix(rows[a], rows[b])
+        if limits is not None:
+            shared[i] = min([shared[i], *(x for x in (limits[a], limits[b]) if x is not None)])
+    return order, shared
+
+
 def shards(rows: list[np.ndarray], count: int, lengths: list[int] | None = None) -> list[list[int]]:
     """Returns the rows' numbers, ascending, in `count` parts, which may be empty; deterministic.
 
@@ -32,21 +48,14 @@ def shards(rows: list[np.ndarray], count: int, lengths: list[int] | None = None)
     """
     if count == 1:
         return [list(range(len(rows)))]
-    ordered = _in_order(rows) if lengths is None else [_Row(i, n, n) for i, n in enumerate(lengths)]
+    if lengths is None:
+        sizes = zip(*sorted_by_prefix(rows), strict=True)
+        ordered = [_Row(i, len(rows[i]), len(rows[i]) - (n if n >= MIN_SHARED else 0)) for i, n in sizes]
+    else:
+        ordered = [_Row(i, n, n) for i, n in enumerate(lengths)]
     # Many runs spread evenly; few long ones are better cut.
     parts = min(_spread(ordered, count), _cut(ordered, count), key=lambda parts: max(part.cost for part in parts))
     return [sorted(part.numbers) for part in parts]
-
-
-def _in_order(rows: list[np.ndarray]) -> list[_Row]:
-    """Sorts the rows lexicographically, so that rows with a shared prefix are neighbours."""
-    keys = [row.astype(">u4").tobytes() for row in rows]
-    order = sorted(range(len(rows)), key=keys.__getitem__)
-    ordered = []
-    for before, i in zip([None, *order], order, strict=False):
-        shared = 0 if before is None else common_prefix(rows[before], rows[i])
-        ordered.append(_Row(i, len(rows[i]), len(rows[i]) - (shared if shared >= MIN_SHARED else 0)))
-    return ordered
 
 
 def _spread(ordered: list[_Row], count: int) -> list[_Part]:

@@ -256,17 +256,12 @@ def _attend(
             own[..., : new + block.width].masked_fill_(masks[i], float("-inf"))
         elif block.padding is not None:
             own[..., new : new + block.width].masked_fill_(block.padding, float("-inf"))
-    weights = _softmax(logits, sinks)
+    if sinks is not None:  # add a logit with a value of zero
+        column = sinks.reshape(num_kv, 1, -1, 1).expand(*logits.shape[:3], 1).to(logits.dtype)
+        logits = torch.cat([logits, column], -1)
+    weights = torch.softmax(logits, -1, dtype=torch.float32)[..., : new + longest].to(logits.dtype)
     out = weights[..., :new] @ values
     for block in cohort.blocks:
         own = block.by_prompt(weights[..., new : new + block.width])
         out[:, block.start : block.stop] += block.by_row(own @ block.stored[layer][1].flatten(0, 1), repeats)
     return out
-
-
-def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Returns weights `[K,B,R,L]`, softmax in float32; sinks `[H]` add a logit with a value of zero."""
-    if sinks is None:
-        return torch.softmax(logits, -1, dtype=torch.float32).to(logits.dtype)
-    column = sinks.reshape(logits.shape[0], 1, -1, 1).expand(*logits.shape[:3], 1).to(logits.dtype)
-    return torch.softmax(torch.cat([logits, column], -1), -1, dtype=torch.float32)[..., :-1].to(logits.dtype)

@@ -84,10 +84,8 @@ class Engine(Forward):
         assert self.head.per_token and self.head.num_outputs == 1
         for states in self.run(self.plan(rows)):
             table = self.head.merged(self.head(states.hidden))
-            if not states.rows:
-                yield [], [table]
-                continue
-            yield states.rows, [torch.cat([table[a:b] for a, b in spans]) for spans in states.spans]
+            own = [torch.cat([table[a:b] for a, b in spans]) for spans in states.spans]
+            yield states.rows, own or [table]
 
     def pool(self, states: HiddenStates, rows: list[np.ndarray]) -> torch.Tensor:
         """Returns the hidden state `[B,H]` that each sequence's reward is read from, by the head's pooling rule."""

@@ -4,8 +4,11 @@ transformers writes them as chains of operators, each of which reads and writes 
 here need one pass each by the kernels in `native`, and without these about half as many, in place if no gradients are
 taken. The rounding is the same with gradients and without. Linear layers are replaced as `linear` says.
 
-Modules are recognised by their code: many architectures have Llama's, word for word. A check on Llama's own modules
-shows whether the replacements still compute the same; if not, and for all other code, transformers' own stays in use.
+Modules are recognised by their code: many architectures have Llama's, word for word. transformers has no public way to
+replace them for a CPU, and no attribute says which of them compute the same: not the class, which each architecture
+has for itself, nor the names of kernels on the hub, which rotary embeddings and feed-forwards lack. A check on Llama's
+own modules shows whether the replacements still compute the same; if not, and for all other code, transformers' own
+stays in use, and `tests/engine/test_fewer_passes.py` fails.
 """
 
 from __future__ import annotations
@@ -76,22 +79,19 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     """Llama's rotary embedding of queries and keys."""
 
     def chain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return _rotated(x, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
+        out = x * cos.unsqueeze(unsqueeze_dim)
+        (first, second), (one, two) = x.chunk(2, -1), out.chunk(2, -1)
+        sines = sin.unsqueeze(unsqueeze_dim).chunk(2, -1)
+        if torch.is_grad_enabled():
+            return torch.cat([torch.addcmul(one, second, sines[0], value=-1), torch.addcmul(two, first, sines[1])], -1)
+        one.addcmul_(second, sines[0], value=-1)
+        two.addcmul_(first, sines[1])
+        return out
 
     def native(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
         return passes.rotated(x, cos, sin) if unsqueeze_dim == 1 else None
 
     return passes.computed(native, chain, q, cos, sin), passes.computed(native, chain, k, cos, sin)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    out = x * cos
-    (first, second), sines, (one, two) = x.chunk(2, -1), sin.chunk(2, -1), out.chunk(2, -1)
-    if torch.is_grad_enabled():
-        return torch.cat([torch.addcmul(one, second, sines[0], value=-1), torch.addcmul(two, first, sines[1])], -1)
-    one.addcmul_(second, sines[0], value=-1)
-    two.addcmul_(first, sines[1])
-    return out
 
 
 def _product(mine: Tensor, other: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ _OURS: set[Any] = {norm, gated, *linear.REPLACEMENTS.values()}
 
 @functools.cache
 def _with_rotated(forward: FunctionType) -> FunctionType:
-    """Returns the function with our rotary embedding among its globals."""
+    """Returns the function with our rotary embedding among its globals: it takes it from there and not from `self`."""
     globals_ = {**forward.__globals__, _ROTARY: rotated}
     made = FunctionType(forward.__code__, globals_, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__ = forward.__kwdefaults__

@@ -85,16 +85,27 @@ class Forward(Fallback):
         `limits` bounds how many tokens of each row may be shared, as in `pack`. If `ranks.in_step`, it is collective:
         each rank gets as many micro-batches as the one with the most, with fillers at the end.
         """
-        path = path or self.path
-        planned = self._plan_own(rows, limits or [None] * len(rows), path)
+        path, limits = path or self.path, limits or [None] * len(rows)
+
+        def planned() -> Iterator[MicroBatch]:
+            for members in self.length_classes.split(rows):
+                some, bounds = [rows[i] for i in members], [limits[i] for i in members]
+                for batch in self.batcher.plan(path, some, bounds, self.max_batch_tokens):
+                    batch.rows = [members[i] for i in batch.rows]
+                    batch.read = self.read_indices(batch, rows)
+                    yield batch
+
         if not self.ranks.in_step:
-            yield from planned
+            yield from planned()
             return
-        own = list(planned)
+        own = list(planned())
         missing = self.ranks.most(len(own)) - len(own)
         yield from own
-        for _ in range(missing):
-            yield self._filler(path)
+        pad, nothing = [np.array([self.pad_token_id])], np.zeros(0, dtype=np.int64)
+        for _ in range(missing):  # one token and no rows, through the same layers
+            (filler,) = self.batcher.plan(path, pad, [None], self.max_batch_tokens)
+            read = self.read_indices(filler, pad)
+            yield dataclasses.replace(filler, rows=[], spans=[], last=nothing, read=read)
 
     def run(self, batches: Iterable[MicroBatch]) -> Iterator[HiddenStates]:
         """Yields each micro-batch's hidden states, with the graph attached if gradients are enabled.
@@ -109,11 +120,9 @@ class Forward(Fallback):
             if self.causal:
                 inputs["use_cache"] = False  # type: ignore[assignment]
             self.length_classes.reset()
-            with (
-                registry.attending(batch.packed, self._last_layer.queries(batch.read)),
-                self._last_layer.only(read),
-                self._row_products if self._by_rows else contextlib.nullcontext(),
-            ):
+            products = self._row_products if self._by_rows else contextlib.nullcontext()
+            attending = registry.attending(batch.packed, self._last_layer.queries(batch.read))
+            with attending, self._last_layer.only(read), products:
                 hidden = self.run_trunk(**inputs).last_hidden_state.flatten(0, 1)
             states = HiddenStates(hidden, batch.rows, batch.spans, batch.last, read)
             del hidden, batch, inputs  # nothing but the states stays until the next forward
@@ -121,21 +130,6 @@ class Forward(Fallback):
             current = next(upcoming, None)
             yield states
             del states  # frees them before the next are computed
-
-    def _plan_own(self, rows: list[np.ndarray], limits: list[int | None], path: str) -> Iterator[MicroBatch]:
-        for members in self.length_classes.split(rows):
-            some, bounds = [rows[i] for i in members], [limits[i] for i in members]
-            for batch in self.batcher.plan(path, some, bounds, self.max_batch_tokens):
-                batch.rows = [members[i] for i in batch.rows]
-                batch.read = self.read_indices(batch, rows)
-                yield batch
-
-    def _filler(self, path: str) -> MicroBatch:
-        """Returns a micro-batch of one token and no rows, which runs through the same layers."""
-        pad = np.array([self.pad_token_id])
-        (batch,) = self.batcher.plan(path, [pad], [None], self.max_batch_tokens)
-        read = self.read_indices(batch, [pad])
-        return dataclasses.replace(batch, rows=[], spans=[], last=np.zeros(0, dtype=np.int64), read=read)
 
     def read_indices(self, batch: MicroBatch, rows: list[np.ndarray]) -> np.ndarray | None:
         """Returns the indices of the only hidden states that anybody reads; None for all."""

@@ -32,7 +32,12 @@ class Fsdp:
                 # Sum, do not average: a share of a loss is already a share of the global batch's.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                _reduce_in_float32(module)
+                # Reduce in float32, and round to the weights' dtype once. Neither transformers nor torch can set this
+                # on a sharded model; transformers' own setting also casts every input of a layer. FSDP reads it when
+                # the model first runs.
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    if any(parameter.sharded_param.dtype != torch.float32 for parameter in group.fsdp_params):
+                        group.mp_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
 
     def through_root(self, trunk: nn.Module) -> Callable[..., Any]:
         """Returns the trunk as a function that also gathers its weights in the root."""
@@ -103,15 +108,6 @@ class Fsdp:
 
 
 NOT_SHARDED = Fsdp()
-
-
-def _reduce_in_float32(module: Any) -> None:
-    """Makes FSDP reduce a module's gradients in float32, and round them to the weights' dtype once."""
-    # Neither transformers nor torch can set this on a model that is already sharded; transformers' own setting also
-    # casts every input of a layer. FSDP reads it when the model first runs.
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        if any(parameter.sharded_param.dtype != torch.float32 for parameter in group.fsdp_params):
-            group.mp_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
 
 
 def shallow_copy(module: nn.Module) -> Any:

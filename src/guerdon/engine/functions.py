@@ -135,14 +135,11 @@ def read_form(function: Callable[..., Any], name: str) -> FunctionForm:
             )
     required = tuple(known for known in extra if parameters[known].default is inspect.Parameter.empty)
     needs_isolation = bool(getattr(function, "needs_isolation", False))
-    return FunctionForm(takes, extra, required, needs_isolation, _version(name))
-
-
-def _version(name: str) -> str:
-    """Returns 16 hex digits that change with the name of an imported function and the file of its module."""
+    # The version changes with the name of an imported function and the file of its module.
     file = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
     content = Path(file).read_bytes() if file and Path(file).is_file() else b""
-    return hashlib.blake2b(name.encode() + b"\0" + content, digest_size=8).hexdigest()
+    version = hashlib.blake2b(name.encode() + b"\0" + content, digest_size=8).hexdigest()
+    return FunctionForm(takes, extra, required, needs_isolation, version)
 
 
 def check_function_settings(config: ModelConfig) -> None:
@@ -220,12 +217,9 @@ class PaddedScorer:
         # Import here, because a FunctionScorer needs no torch, and not in `score`, because it takes a second.
         self._torch = importlib.import_module("torch")
         self._infer_fn = infer_fn
-        self._forward_batch_size = forward_batch_size
-        self._multiple = strip_to_multiple or 1
-        self.encoder = encoder
-        self.info = info
+        self._forward_batch_size, self._multiple = forward_batch_size, strip_to_multiple or 1
+        self.encoder, self.info, self.takes_all = encoder, info, takes_all
         self.max_batch_tokens = MAX_BATCH_TOKENS
-        self.takes_all = takes_all
         self.parts = WHOLE
         self._lock = threading.Lock()
 
@@ -245,11 +239,25 @@ class PaddedScorer:
         tokens, lengths = pad_batch(sequences, self._forward_batch_size, self._multiple, parts.count)
         count = len(tokens)
         rows = parts.slice(count)
+
+        def compute() -> np.ndarray:
+            torch = self._torch
+            with torch.inference_mode():
+                out = self._infer_fn(inputs=(tokens[rows], lengths[rows]))
+            return out.detach().float().cpu().numpy() if isinstance(out, torch.Tensor) else np.asarray(out)
+
         with self._lock:
-            made = parts.gather(lambda: self._call(tokens[rows], lengths[rows]))
+            made = parts.gather(compute)
         rewards = made[0] if len(made) == 1 else np.concatenate([np.atleast_1d(part) for part in made])
         if rewards.ndim == 2 and len(rewards) == count and rewards.shape[1] > 1:
-            return _with_attributes(rewards[: len(sequences)])
+            with np.errstate(over="ignore"):
+                table = rewards[: len(sequences)].astype(np.float32)
+            return [
+                Score(float(row.mean(dtype=np.float64)), attributes=row)
+                if np.isfinite(row).all()
+                else SampleFailed(f"the function returned {row.tolist()} for this sample")
+                for row in table
+            ]
         if rewards.size != count:
             returned = (
                 f"infer_fn returned shape {list(rewards.shape)} for {count} rows; return one reward, or one row of "
@@ -257,12 +265,6 @@ class PaddedScorer:
             )
             return _refused(returned, len(sequences), self.info.name)
         return as_scores(rewards.reshape(-1)[: len(sequences)], len(sequences), self.info.name)
-
-    def _call(self, tokens: Any, lengths: Any) -> np.ndarray:
-        torch = self._torch
-        with torch.inference_mode():
-            out = self._infer_fn(inputs=(tokens, lengths))
-        return out.detach().float().cpu().numpy() if isinstance(out, torch.Tensor) else np.asarray(out)
 
 
 class FunctionEncoder:
@@ -342,17 +344,6 @@ def as_scores(values: Any, count: int, name: str) -> list[Score | SampleFailed]:
     ]
 
 
-def _with_attributes(table: np.ndarray) -> list[Score | SampleFailed]:
-    with np.errstate(over="ignore"):
-        table = table.astype(np.float32)
-    return [
-        Score(float(row.mean(dtype=np.float64)), attributes=row)
-        if np.isfinite(row).all()
-        else SampleFailed(f"the function returned {row.tolist()} for this sample")
-        for row in table
-    ]
-
-
 def _refused(returned: str, count: int, name: str) -> list[Score | SampleFailed]:
     """Fails every sample: an exception would cause retries with fewer, which may return other numbers."""
     log.error("%s: %s", name, returned)
@@ -368,10 +359,8 @@ def _refuse(config: ModelConfig, instead: Mapping[str, str], kind: str) -> None:
 
 
 def _is_deferred(function: Any) -> bool:
-    return any(
-        test(function)
-        for test in (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
-    )
+    tests = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    return any(test(function) for test in tests)
 
 
 def _shown(text: str) -> str:

@@ -24,7 +24,7 @@ from guerdon.engine.checkpoint.language_models import LoadedPolicy
 from guerdon.engine.decoding import Decoding
 from guerdon.engine.logprobs import LanguageEngine
 from guerdon.engine.packing import pack
-from guerdon.engine.self_check import TOLERANCE, checking
+from guerdon.engine.self_check import TOLERANCE, checking, relative_difference
 from guerdon.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -189,15 +189,26 @@ def _within(positions: np.ndarray, max_length: int | None) -> np.ndarray:
     return positions if max_length is None else np.minimum(positions, max_length - 1)
 
 
+PROBE_STEPS = 4
+"""Tokens after the prompt in each row of the probe."""
+
+
 class DecoderChoice:
     """Makes decoders of the best kind that agrees with the plain forward, checked once on a few short rows."""
 
     def __init__(self, policy: LoadedPolicy, engine: LanguageEngine) -> None:
         """Collective; all ranks choose the same kind. Raises CheckpointError if no kind agrees."""
         self._policy, self._engine = policy, engine
-        rows = _probe_rows(policy)
-        with checking(engine.ranks), engine.gathered(), engine.no_gradients():
-            want = self._plainly(rows)
+        # Three rows, two with the same prompt and one with a shorter one; and their logits `[T,V]` without a cache.
+        random = np.random.default_rng(0)
+        length = min(24, (policy.max_length or 24) - PROBE_STEPS)
+        ids = np.setdiff1d(np.arange(policy.vocab_size), [policy.pad_token_id, *policy.eos_token_ids])
+        prompts = [random.choice(ids, length), random.choice(ids, max(1, length - 7))]
+        rows, want = [np.concatenate([prompts[i], random.choice(ids, PROBE_STEPS)]) for i in (0, 0, 1)], []
+        with checking(engine.ranks), engine.gathered(), engine.no_gradients(), engine.plain_attention():
+            for row in rows:
+                engine.length_classes.reset()
+                want.append(policy.model(input_ids=engine.to_device(row)[None], use_cache=False).logits[0])
         reasons = []
         for self.kind in ("packed", "padded", "alone") if engine.device.type == "cpu" else ("padded", "alone"):
             difference, refusal = 0.0, ""
@@ -232,28 +243,6 @@ class DecoderChoice:
             return PackedDecoder(self._policy, self._engine)
         return CachedDecoder(self._policy, self._engine, pads=self.kind == "padded")
 
-    def _plainly(self, rows: list[np.ndarray]) -> list[Tensor]:
-        """Returns the logits `[T,V]` of each row alone, without a cache."""
-        made = []
-        with self._engine.plain_attention():
-            for row in rows:
-                self._engine.length_classes.reset()
-                made.append(self._policy.model(input_ids=self._engine.to_device(row)[None], use_cache=False).logits[0])
-        return made
-
-
-PROBE_STEPS = 4
-"""Tokens after the prompt in each row of the probe."""
-
-
-def _probe_rows(policy: LoadedPolicy) -> list[np.ndarray]:
-    """Returns three rows, two with the same prompt and one with a shorter one."""
-    random = np.random.default_rng(0)
-    length = min(24, (policy.max_length or 24) - PROBE_STEPS)
-    ids = np.setdiff1d(np.arange(policy.vocab_size), [policy.pad_token_id, *policy.eos_token_ids])
-    prompts = [random.choice(ids, length), random.choice(ids, max(1, length - 7))]
-    return [np.concatenate([prompts[i], random.choice(ids, PROBE_STEPS)]) for i in (0, 0, 1)]
-
 
 def _difference(
     decoder: Decoder, rows: list[np.ndarray], want: list[Tensor], engine: LanguageEngine, *, alone: bool
@@ -270,10 +259,8 @@ def _difference(
     with decoder.running():
         logits = decoder.begin(prompts, counts)
         for t in range(-PROBE_STEPS, 0):
-            for of_row, wanted in zip(logits.float(), want, strict=True):
-                wanted = wanted[t - 1].float()
-                relative = ((of_row - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()).item()
-                worst = max(worst, relative if np.isfinite(relative) else float("inf"))
+            pairs = zip(logits, want, strict=True)
+            worst = max(worst, *(relative_difference(of_row, wanted[t - 1]) for of_row, wanted in pairs))
             if t == -PROBE_STEPS // 2:
                 decoder.keep(np.arange(1, len(rows)))
                 rows, want = rows[1:], want[1:]

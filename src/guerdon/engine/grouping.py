@@ -1,4 +1,4 @@
-"""Which rows of tokens share a batch: sorts them by their beginnings, and cuts the order where the budget ends."""
+"""Which rows of tokens share a batch: cuts their order where the budget ends."""
 
 from __future__ import annotations
 
@@ -6,23 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from guerdon.core import MIN_SHARED, common_prefix
-
-
-def sorted_by_prefix(rows: list[np.ndarray], limits: list[int | None] | None) -> tuple[list[int], list[int]]:
-    """Returns row numbers in lexicographic order, and how many leading tokens each shares with the one before it.
-
-    Big-endian bytes compare like the ids that they encode, so sorting bytes sorts rows.
-    """
-    keys = [r.astype(">u4").tobytes() for r in rows]
-    order = sorted(range(len(rows)), key=keys.__getitem__)
-    shared = [0] * len(rows)
-    for i in range(1, len(order)):
-        a, b = order[i - 1], order[i]
-        shared[i] = common_prefix(rows[a], rows[b])
-        if limits is not None:
-            shared[i] = min([shared[i], *(x for x in (limits[a], limits[b]) if x is not None)])
-    return order, shared
+from guerdon.core import MIN_SHARED
 
 
 def cut(rows: list[np.ndarray], order: list[int], shared: list[int], budget: int, most: int) -> Iterator[list[int]]:

@@ -5,7 +5,10 @@ Legend: N hidden states, H hidden size, A attributes, T tokens, B sequences, V l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +22,8 @@ from guerdon.engine.fsdp import NOT_SHARDED, Fsdp, shallow_copy
 from guerdon.engine.linear import with_row_products
 from guerdon.engine.microbatches import to_device
 from guerdon.engine.row_products import RowProducts
-from guerdon.errors import CheckpointError, SampleFailed
+from guerdon.errors import CheckpointError, SampleFailed, Unsupported
+from guerdon.teacher_core import HeadFile
 
 Pooling = Literal["last", "last_non_pad", "first", "mean", "first_eos"]
 Reduction = Literal["min", "mean", "last", "product"]
@@ -44,7 +48,7 @@ class StepRule:
         return f"{self.reduction} of the steps that end with {self.separator!r}, tokens {list(self.separator_ids)}"
 
 
-class Head(nn.Module):
+class RewardHead(nn.Module):
     """The scoring head: a float32 module for hidden states, and the rules that turn its outputs into scores.
 
     `module` maps `[N,H]` to `[N,A]`. A `per_token` head is applied to every token, any other to the state that
@@ -116,18 +120,14 @@ class Head(nn.Module):
         return f"last_non_pad (pad {self.pad_token_id})" if self.pooling == "last_non_pad" else self.pooling
 
 
-def to_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+def to_scores(head: RewardHead, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
     """Returns one result for each sequence, from the head's outputs on the host.
 
     These are `[B,A]`, or `[T,A]` for a per-token head, one sequence's tokens after the other's. A sample whose numbers
     are not finite, or that has no step to reward, becomes a SampleFailed; the others are not affected.
     """
-    if not head.per_token:
-        return _reward_scores(head, logits, sequences)
-    return _step_scores(head, logits, sequences) if head.steps else _value_scores(head, logits, sequences)
-
-
-def _reward_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+    if head.per_token:
+        return _step_scores(head, logits, sequences) if head.steps else _value_scores(head, logits, sequences)
     attributes = logits.numpy()
     rewards = _standardise(head, (attributes * head.weights).sum(axis=1))
     is_fine = np.isfinite(attributes).all(axis=1) & _fits(rewards)
@@ -138,7 +138,7 @@ def _reward_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> lis
     ]
 
 
-def _value_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+def _value_scores(head: RewardHead, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
     values = _standardise(head, (logits.numpy() * head.weights).sum(axis=1)).astype(np.float32)
     lengths = np.array([len(s.tokens) for s in sequences])
     starts = np.cumsum(lengths) - lengths
@@ -153,7 +153,7 @@ def _value_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list
     ]
 
 
-def _step_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
+def _step_scores(head: RewardHead, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
     assert head.steps is not None
     positions = [s.step_ends(head.steps.separator_ids) for s in sequences]
     lengths = np.array([len(s.tokens) for s in sequences])
@@ -175,14 +175,11 @@ def _step_scores(head: Head, logits: Tensor, sequences: list[Sequence]) -> list[
 
 
 _REDUCE: dict[Reduction, Callable[[np.ndarray], Any]] = {
-    "min": np.min,
-    "mean": np.mean,
-    "product": np.prod,
-    "last": lambda steps: steps[-1],
-}
+    "min": np.min, "mean": np.mean, "product": np.prod, "last": lambda steps: steps[-1]
+}  # fmt: skip
 
 
-def _standardise(head: Head, rewards: np.ndarray) -> np.ndarray:
+def _standardise(head: RewardHead, rewards: np.ndarray) -> np.ndarray:
     return (rewards - head.mean) / head.std
 
 
@@ -265,3 +262,85 @@ class OutputHead:
             return float("inf")
         worst = ((got - want).float().abs().max() / want.float().square().mean().sqrt()).item()
         return worst if np.isfinite(worst) else float("inf")
+
+
+# --------------------------------------------------------------------------------- an output head as a file
+
+PIECE_BYTES = 8 << 20
+
+_SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1, "logits_scaling": -1}
+"""Settings of transformers' models that scale logits, and the power in which they do."""
+_SOFT_CAP = "final_logit_softcapping"
+
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def export_head(model: Any, head: OutputHead, name: str, weights_version: str) -> HeadFile:
+    """Returns the head of the model as a safetensors file, so that a trainer makes logits of hidden states itself.
+
+    The file has `weight` `[V,H]` and, if the head has one, `bias` `[V]`, in the model's dtype. With the metadata's
+    `logit_scale` s (1 if missing) and `soft_cap` c (no cap if missing), the logits of hidden states h are
+
+        logits = (h @ weight.T + bias) * s        and with a cap        c * tanh(logits / c)
+
+    Raises Unsupported if the logits need more than this file can express.
+    """
+    output = model.get_output_embeddings()
+    tensors: dict[str, Tensor] = {"weight": output.weight.detach()}
+    if getattr(output, "bias", None) is not None:
+        tensors["bias"] = output.bias.detach()
+    config = model.config.get_text_config()
+    scale = math.prod(float(getattr(config, key, None) or 1.0) ** power for key, power in _SCALES.items())
+    soft_cap = getattr(config, _SOFT_CAP, None)
+    if not _is_all(head, tensors, scale, soft_cap):
+        raise Unsupported(
+            f"the logits of {name} are not one matrix times its hidden states, as a head's file requires; "
+            "request log-probs instead"
+        )
+    metadata = {"format": "pt", "logit_scale": repr(scale)}
+    if soft_cap:
+        metadata["soft_cap"] = repr(float(soft_cap))
+    hashing = hashlib.blake2b(json.dumps(metadata, sort_keys=True).encode(), digest_size=16)
+    for piece in _pieces(tensors):
+        hashing.update(piece)
+    metadata |= {"digest": hashing.hexdigest(), "weights_version": weights_version}
+    described: dict[str, Any] = {"__metadata__": metadata}
+    stop = 0
+    for key, tensor in tensors.items():
+        start, stop = stop, stop + tensor.nbytes
+        described[key] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+    text = json.dumps(described).encode()
+    text += b" " * (-len(text) % 8)  # safetensors aligns the data
+    header = len(text).to_bytes(8, "little") + text
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield header
+        yield from _pieces(tensors)
+
+    return HeadFile(metadata["digest"], weights_version, len(header) + stop, pieces)
+
+
+def rebuild(hidden: Tensor, tensors: dict[str, Tensor], scale: float, soft_cap: float | None) -> Tensor:
+    """Returns the logits `[N,V]` of hidden states `[N,H]`."""
+    logits = torch.nn.functional.linear(hidden, tensors["weight"], tensors.get("bias")) * scale
+    return soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
+
+
+def _is_all(head: OutputHead, tensors: dict[str, Tensor], scale: float, soft_cap: float | None) -> bool:
+    """Whether the logits equal the model's own."""
+    weight = tensors["weight"]
+    if weight.shape[1] != head.width:
+        return False
+    states = torch.randn(8, head.width, generator=torch.Generator().manual_seed(0)).to(weight)
+    with torch.no_grad():
+        want, got = head(states).float(), rebuild(states, tensors, scale, soft_cap).float()
+    difference = ((got - want).abs().max() / want.square().mean().sqrt()).item()
+    return difference <= AGREEMENT.get(weight.dtype, 2e-2)
+
+
+def _pieces(tensors: dict[str, Tensor]) -> Iterator[memoryview]:
+    """Yields the tensors' bytes in order, a few MiB at a time; copies only those that are on another device."""
+    for tensor in tensors.values():
+        flat = tensor.reshape(-1).view(torch.uint8)
+        for start in range(0, len(flat), PIECE_BYTES):
+            yield flat[start : start + PIECE_BYTES].cpu().numpy().data

@@ -76,12 +76,19 @@ def swap_neighbours(forward: Forward, path: str) -> tuple[float, list[Swap]]:
 
     The path's attention must be in use. Every row is kept once, while all beside it are exchanged.
     """
-    rows, change, swaps = _neighbours(forward), 0.0, []
+    # Rows of one length, and longer ones that share a beginning, without padding.
+    leaf = min(_LEAF, forward.info.max_length or _LEAF)
+    ids = np.setdiff1d(np.arange(forward.info.vocab_size or 2), [forward.pad_token_id])
+    rng = np.random.default_rng(1)
+    prompt = rng.choice(ids, min(MIN_SHARED, (forward.info.max_length or MIN_SHARED + _LEAF) - leaf))
+    leaves = [rng.choice(ids, leaf) for _ in range(2 * _ROWS)]
+    rows = [*leaves[:_ROWS], *(np.concatenate([prompt, one]) for one in leaves[_ROWS:])]
+    change, swaps = 0.0, []
     budget = max(forward.max_batch_tokens, sum(map(len, rows)))
     with forward.no_gradients():
         for batch in forward.batcher.plan(path, rows, [None] * len(rows), budget):
             before = next(iter(forward.run([batch]))).hidden
-            for swap in _exchanges(batch, _leaf(forward)):
+            for swap in _exchanges(batch, leaf):
                 after = next(iter(forward.run([swap.batch]))).hidden
                 kept = forward.to_device(swap.kept)
                 change = max(change, largest_change(after[kept], before[kept]))
@@ -111,20 +118,6 @@ def _exchanges(batch: MicroBatch, leaf: int) -> Iterator[Swap]:
             np.concatenate([leaves[i] for i in others]),
             len(kept),
         )
-
-
-def _neighbours(forward: Forward) -> list[np.ndarray]:
-    """Returns rows of one length, and longer ones that share a beginning, without padding."""
-    longest, leaf = forward.info.max_length or MIN_SHARED + _LEAF, _leaf(forward)
-    ids = np.setdiff1d(np.arange(forward.info.vocab_size or 2), [forward.pad_token_id])
-    rng = np.random.default_rng(1)
-    prompt = rng.choice(ids, min(MIN_SHARED, longest - leaf))
-    rows = [rng.choice(ids, leaf) for _ in range(2 * _ROWS)]
-    return [*rows[:_ROWS], *(np.concatenate([prompt, leaf]) for leaf in rows[_ROWS:])]
-
-
-def _leaf(forward: Forward) -> int:
-    return min(_LEAF, forward.info.max_length or _LEAF)
 
 
 # -------------------------------------------------------------------------------------------------- the same bits

@@ -103,31 +103,21 @@ class LanguageEngine(Forward):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns log-probs and entropies, float32 `[N]`, in chunks of at most TABLE logits."""
         size = max(1, TABLE // self._model.get_input_embeddings().num_embeddings)
+
+        def logprobs_of(some: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
+            return token_logprobs(self.head(some), wanted, temperature, with_entropies=with_entropies)
+
         if len(hidden) <= size:
-            return self._logprobs_of(hidden, targets, temperature, with_entropies)
+            return logprobs_of(hidden, targets)
         chunks = []
-        for some, wanted in zip(hidden.split(size), targets.split(size), strict=True):
+        for part in zip(hidden.split(size), targets.split(size), strict=True):
             if torch.is_grad_enabled():
                 # Heads have no dropout, so no random state to preserve.
-                chunk = checkpoint(
-                    self._logprobs_of,
-                    some,
-                    wanted,
-                    temperature,
-                    with_entropies,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
+                chunks.append(checkpoint(logprobs_of, *part, use_reentrant=False, preserve_rng_state=False))
             else:
-                chunk = self._logprobs_of(some, wanted, temperature, with_entropies)
-            chunks.append(chunk)
+                chunks.append(logprobs_of(*part))
         logprobs, entropies = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropies) if with_entropies else None
-
-    def _logprobs_of(
-        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropies: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        return token_logprobs(self.head(hidden), targets, temperature, with_entropies=with_entropies)
 
 
 def token_logprobs(

@@ -65,9 +65,7 @@ class MicroBatch:
         return dict(zip(("input_ids", *more), table, strict=True)), None
 
 
-def deduplicate(
-    sequences: list[Sequence],
-) -> tuple[list[np.ndarray], list[int | None], list[int | None], list[int]]:
+def deduplicate(sequences: list[Sequence]) -> tuple[list[np.ndarray], list[int | None], list[int | None], list[int]]:
     """Returns the distinct rows, the first prompt length and the second start of each, and each sequence's row."""
     slots: dict[tuple[bytes, int | None], int] = {}
     rows: list[np.ndarray] = []
@@ -102,7 +100,11 @@ class Batcher:
         self.length_classes = LengthClasses(trunk)
         self._pad_token_id = pad_token_id
         self._on_cpu = next(trunk.parameters()).device.type == "cpu"
-        self._most_tokens = _most_tokens(trunk.config.get_text_config())
+        # Beyond so many tokens the place of one in its batch changes its hidden state: Llama 4 scales queries by one
+        # more than their index in the batch, in steps of `floor_scale`.
+        config = trunk.config.get_text_config()
+        is_scaled = getattr(config, "attn_temperature_tuning", False)
+        self._most_tokens = max(1, int(config.floor_scale) - 1) if is_scaled else sys.maxsize
         embeddings: Any = getattr(trunk, "embeddings", None)
         counts_from_padding = hasattr(embeddings, "create_position_ids_from_input_ids")
         self._padding_idx = int(embeddings.padding_idx) if counts_from_padding else None
@@ -150,21 +152,14 @@ class Batcher:
                 yield self._of_packed(alone)
 
     def _of_packed(self, batch: PackedBatch) -> MicroBatch:
-        return MicroBatch(
-            batch.tokens, batch.rows, batch.spans, batch.last, positions=self._positions(batch), packed=batch
-        )  # fmt: skip
-
-    def _positions(self, batch: PackedBatch) -> np.ndarray:
-        """Returns positions as the model counts them: RoBERTa's family starts at the padding index and skips pads."""
-        padding = self._padding_idx
-        if padding is None:
-            return batch.positions
-        counted = batch.tokens != padding
-        positions = np.empty_like(batch.positions)
-        for s in batch.segments:  # an encoder's segments are whole sequences
-            own = counted[s.start : s.stop]
-            positions[s.start : s.stop] = padding + np.cumsum(own) * own
-        return positions
+        positions, padding = batch.positions, self._padding_idx
+        if padding is not None:  # RoBERTa's family starts at the padding index and skips pads
+            counted = batch.tokens != padding
+            positions = np.empty_like(positions)
+            for s in batch.segments:  # an encoder's segments are whole sequences
+                own = counted[s.start : s.stop]
+                positions[s.start : s.stop] = padding + np.cumsum(own) * own
+        return MicroBatch(batch.tokens, batch.rows, batch.spans, batch.last, positions=positions, packed=batch)
 
     def _padded(self, members: list[int], rows: list[np.ndarray]) -> MicroBatch:
         """Pads the rows of these numbers, the longest last, on the right."""
@@ -176,14 +171,6 @@ class Batcher:
             mask[i, : len(rows[row])] = 1
         spans: list[tuple[Span, ...]] = [((i * width, i * width + len(rows[r])),) for i, r in enumerate(members)]
         return MicroBatch(tokens, members, spans, np.array([s[0][1] - 1 for s in spans]), mask=mask)
-
-
-def _most_tokens(config: Any) -> int:
-    """Returns the number of tokens in a batch beyond which the place of a token in it changes its hidden state.
-
-    Llama 4 scales queries by one more than their index in the batch, in steps of `floor_scale`.
-    """
-    return max(1, int(config.floor_scale) - 1) if getattr(config, "attn_temperature_tuning", False) else sys.maxsize
 
 
 # ------------------------------------------------------------------------------------------ rotary embeddings
@@ -198,12 +185,14 @@ class LengthClasses:
 
     def __init__(self, trunk: Any) -> None:
         config = trunk.config.get_text_config()
-        changing = [p for p in _rope_parameters(config) if p.get("rope_type") in ("longrope", "dynamic")]
+        own = getattr(config, "rope_parameters", None) or {}
+        parameters = [own] if "rope_type" in own else [p for p in own.values() if isinstance(p, dict)]
+        changing = [p for p in parameters if p.get("rope_type") in ("longrope", "dynamic")]
         # Only longrope has a limit of its own.
         known = [p.get("original_max_position_embeddings") if p["rope_type"] == "longrope" else None for p in changing]
         self._limits = sorted({limit or config.max_position_embeddings for limit in known})
         dynamic = any(p["rope_type"] == "dynamic" for p in changing)
-        self._dynamic = [m for m in trunk.modules() if hasattr(m, "max_seq_len_cached")] if dynamic else []
+        self._dynamic: list[Any] = [m for m in trunk.modules() if hasattr(m, "max_seq_len_cached")] if dynamic else []
 
     @property
     def depend_on_length(self) -> bool:
@@ -229,28 +218,16 @@ class LengthClasses:
 
     def reset(self) -> None:
         """Resets dynamic embeddings, which keep the longest sequence seen: else scores would depend on history."""
-        for module in self._dynamic:
-            _reset_dynamic(module)
-
-
-def _reset_dynamic(embedding: Any) -> None:
-    """Gives a dynamic embedding its initial frequencies and longest length."""
-    embedding.max_seq_len_cached = embedding.original_max_seq_len
-    # With several layer types there is one for each of them, made in the first forward.
-    for name in [name for name in vars(embedding) if name.endswith("_max_seq_len_cached")]:
-        delattr(embedding, name)
-    for name in embedding._buffers:
-        if name.endswith("inv_freq") and "original" not in name:
-            original = getattr(embedding, f"{name.removesuffix('inv_freq')}original_inv_freq")
-            # Clone: a longrope embedding beside it writes in place.
-            embedding._buffers[name] = original.clone()
-
-
-def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if "rope_type" in parameters:
-        return [parameters]
-    return [p for p in parameters.values() if isinstance(p, dict)]
+        for embedding in self._dynamic:
+            embedding.max_seq_len_cached = embedding.original_max_seq_len
+            # With several layer types there is one for each of them, made in the first forward.
+            for name in [name for name in vars(embedding) if name.endswith("_max_seq_len_cached")]:
+                delattr(embedding, name)
+            for name in embedding._buffers:
+                if name.endswith("inv_freq") and "original" not in name:
+                    original = getattr(embedding, f"{name.removesuffix('inv_freq')}original_inv_freq")
+                    # Clone: a longrope embedding beside it writes in place.
+                    embedding._buffers[name] = original.clone()
 
 
 # ------------------------------------------------------------------------------------------- host to device

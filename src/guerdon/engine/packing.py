@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from guerdon.core import MIN_SHARED
-from guerdon.engine.grouping import cut, sorted_by_prefix
+from guerdon.distributed.shards import sorted_by_prefix
+from guerdon.engine.grouping import cut
 
 MAX_DEPTH = 32
 """Levels of shared prefixes. Rows that branch more often are computed apart, whatever the budget."""
@@ -122,12 +123,7 @@ class _Builder:
 
 
 def pack(
-    rows: list[np.ndarray],
-    *,
-    budget: int,
-    share: bool,
-    limits: list[int | None] | None = None,
-    most: int = 0,
+    rows: list[np.ndarray], *, budget: int, share: bool, limits: list[int | None] | None = None, most: int = 0
 ) -> Iterator[PackedBatch]:
     """Packs non-empty rows of ids into batches of at most about `budget` computed tokens.
 

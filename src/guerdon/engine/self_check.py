@@ -33,11 +33,7 @@ GRADIENT_TOLERANCE = {dtype: 2 * most for dtype, most in TOLERANCE.items()}
 _LONGEST = 64
 """Tokens of the longest probe; all together are more than 128, from which on some models compress their keys."""
 
-_LOOKING_AHEAD = {
-    "is_causal": (False,),
-    "use_bidirectional_attention": (True, "all"),
-    "bidirectional": (True,),
-}
+_LOOKING_AHEAD = {"is_causal": (False,), "use_bidirectional_attention": (True, "all"), "bidirectional": (True,)}
 """Settings of `config.json` with which attention sees later tokens, in some architectures."""
 _ALONE = "neighbours change nothing: each row is computed alone"
 _NOT_FINITE = "its weights are broken, or too large for its dtype: try --dtype float32, or an earlier checkpoint"
@@ -53,7 +49,10 @@ def choose_path(forward: Forward, loaded: LoadedTrunk, *, reads_last: bool) -> N
     proofs, shares = list(info.proofs), forward.causal
     if forward.causal:
         sees_later, change = _sees_later(forward)
-        cause = f"a later token changes an earlier one's state by {change:.1e}{_cause(loaded)}"
+        text_config = loaded.trunk.config.get_text_config()
+        stated = {name: getattr(text_config, name, None) for name in _LOOKING_AHEAD}
+        found = next((f" (config.json has {name}: {v})" for name, v in stated.items() if v in _LOOKING_AHEAD[name]), "")
+        cause = f"a later token changes an earlier one's state by {change:.1e}{found}"
         if sees_later and not reads_last:
             what = "a log-prob" if isinstance(config, LanguageModelConfig) else "a value"
             raise CheckpointError(
@@ -93,14 +92,6 @@ def _sees_later(forward: Forward) -> tuple[bool, float]:
     return any(ranks.tell_all(reached)), change
 
 
-def _cause(loaded: LoadedTrunk) -> str:
-    """Returns which setting of the checkpoint makes its attention look ahead, if it is a known one."""
-    config = loaded.trunk.config.get_text_config()
-    stated = {name: getattr(config, name, None) for name in _LOOKING_AHEAD}
-    found = [f"{name}: {value}" for name, value in stated.items() if value in _LOOKING_AHEAD[name]]
-    return f" (config.json has {found[0]})" if found else ""
-
-
 def _best_path(forward: Forward, *, gradients: bool, shares: bool) -> tuple[str, str, str, str]:
     """Returns the first path that passes on all ranks, why no better one does, and what is proved of its neighbours.
 
@@ -131,16 +122,12 @@ def _best_path(forward: Forward, *, gradients: bool, shares: bool) -> tuple[str,
         change, count = max(one.swapped for one in found), sum(one.num_swapped for one in found)
         proof = f"{who} change nothing in {count} swaps ({_of(change)})" if count else _ALONE
         why = "; ".join([*reasons, f"agrees with the plain forward within {states:.1e}{also}"])
-        return path, why, proof, _other_bits(forward, path, probes)
+        if forward.device.type != "cpu":
+            return path, why, proof, ""
+        with checking(forward.ranks):
+            own = next((other for probe in probes if (other := probe.bits_in_any_batch(path))), "")
+        return path, why, proof, next((other for other in forward.ranks.tell_all(own) if other), "")
     return "single", "; ".join(reasons), _ALONE, ""
-
-
-def _other_bits(forward: Forward, path: str, probes: list[_Probe]) -> str:
-    if forward.device.type != "cpu":
-        return ""
-    with checking(forward.ranks):
-        own = next((why for probe in probes if (why := probe.bits_in_any_batch(path))), "")
-    return next((why for why in forward.ranks.tell_all(own) if why), "")
 
 
 def _of(change: float) -> str:
@@ -196,7 +183,7 @@ class _Probe:
         self._budget = max(forward.max_batch_tokens, sum(map(len, rows)))
         self._packed: dict[int, torch.Tensor] = {}
         with self._windows(), forward.no_gradients():
-            self._states = {x.rows[0]: x for x in self._run("single")}
+            self._states = {x.rows[0]: x for x in self._forward.run(self._plan("single"))}
         # Any weights do that make each element of each hidden state count.
         random = torch.Generator().manual_seed(0)
         width = next(iter(self._states.values())).hidden.shape[-1]
@@ -271,9 +258,12 @@ class _Probe:
         """
         states, together, shared = 0.0, False, False
         with self._forward.no_gradients():
-            for batch in self._run(path):
-                self._packed |= zip(batch.rows, self._forward.readable(batch, self._rows), strict=True)
-                states = max(states, self._states_difference(batch))
+            for batch in self._forward.run(self._plan(path)):
+                read = self._forward.readable(batch, self._rows)
+                self._packed |= zip(batch.rows, read, strict=True)
+                plain = [self._forward.readable(self._states[row], self._rows)[0] for row in batch.rows]
+                pairs = zip(read, plain, strict=True)
+                states = max(states, *(relative_difference(got, want[: len(got)]) for got, want in pairs))
                 together |= len(batch.rows) > 1
                 shared |= any(len(spans) > 1 for spans in batch.spans)
         if not together:
@@ -284,20 +274,12 @@ class _Probe:
             return states, None
         return states, max(self._gradients_difference(batch) for batch in self._run_backward(path))
 
-    def _run(self, path: str) -> Iterator[HiddenStates]:
-        return self._forward.run(self._plan(path))
-
     def _plan(self, path: str) -> Iterator[MicroBatch]:
         """Plans the probes in one batch if the path can: not split by length, and by no other rank's number of rows."""
         rows = self._forward.seen(self._rows, path)
         for batch in self._forward.batcher.plan(path, rows, [None] * len(rows), self._budget):
             batch.read = self._forward.read_indices(batch, rows)
             yield batch
-
-    def _states_difference(self, states: HiddenStates) -> float:
-        read = self._forward.readable(states, self._rows)
-        plain = [self._forward.readable(self._states[row], self._rows)[0] for row in states.rows]
-        return max(_relative(got, want[: len(got)]) for got, want in zip(read, plain, strict=True))
 
     def _run_backward(self, path: str) -> Iterator[HiddenStates]:
         """Yields the path's states, with the gradients of the embeddings in place of the hidden states."""
@@ -318,10 +300,11 @@ class _Probe:
         want = torch.zeros_like(states.hidden, dtype=torch.float32)
         for at, row in zip(own, states.rows, strict=True):
             want.index_add_(0, at, self._gradients[row][: len(at)].float())
-        return max(_relative(states.hidden[at], want[at]) for at in own)
+        return max(relative_difference(states.hidden[at], want[at]) for at in own)
 
 
-def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
+def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Returns the root mean square of the difference, relative to that of the wanted numbers; inf if it is none."""
     got, want = got.float(), want.float()
     relative = ((got - want).square().mean().sqrt() / want.square().mean().sqrt()).item()
     return relative if np.isfinite(relative) else float("inf")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from guerdon.core import Score, Sequence
 from guerdon.engine.checkpoint.language_models import LoadedPolicy
 from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.engine.forward import HiddenStates
-from guerdon.engine.head_export import export_head
+from guerdon.engine.heads import export_head
 from guerdon.engine.layers import free_weights
 from guerdon.engine.logprobs import LanguageEngine, entropies_of, row_slices, scale
 from guerdon.engine.microbatches import deduplicate
@@ -139,12 +139,55 @@ class TeacherEngine(LanguageEngine):
             given = self.to_device(np.concatenate(wide)[order])
         else:  # tokens of a shared prefix are asked once
             _, order, part.token_of = np.unique(state_of * vocab_size + targets, return_index=True, return_inverse=True)
-        by_state, by_token = read_head(
-            self.head, vocab_size, hidden, form, state_of[order], self.to_device(targets[order]), given, self.to_device
-        )
-        part.by_state |= by_state
-        part.by_token |= by_token
+        self._read_head(part, hidden, state_of[order], self.to_device(targets[order]), given)
         return part
+
+    def _read_head(
+        self, part: _Part, hidden: Tensor, state_of: np.ndarray, targets: Tensor, given: Tensor | None
+    ) -> None:
+        """Reads what is asked about each of the states `[U,H]`, and about each token, in chunks of at most LOGITS.
+
+        Token i is predicted by state `state_of[i]` (int64 `[N]`, ascending). `targets` is int64 `[N]`, `given` `[N,G]`.
+        """
+        form, by_state, by_token = part.form, part.by_state, part.by_token
+
+        # Results are made first: small ones that stay, allocated between large tables that go, would fragment the heap,
+        # and malloc would take new memory for every chunk.
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=targets.device)
+
+        if form.with_entropy:
+            by_state["entropy"] = empty(len(hidden))
+        if form.num_top:
+            by_state["top_logprobs"] = empty(len(hidden), form.num_top)
+            by_state["top_ids"] = empty(len(hidden), form.num_top, dtype=torch.int32)
+        if form.with_logprobs:
+            by_token["logprobs"] = empty(len(targets))
+        if form.with_ranks:
+            by_token["ranks"] = empty(len(targets), dtype=torch.int32)
+        if given is not None:
+            by_token["given_logprobs"] = empty(*given.shape)
+        size = max(1, LOGITS.get(hidden.device.type, 1 << 26) // (self.info.vocab_size or 1))
+        for start in range(0, len(hidden), size):
+            logits = self.head(hidden[start : start + size])
+            for rows in row_slices(logits):
+                first, stop = start + rows.start, start + min(rows.stop, len(logits))
+                low, high = np.searchsorted(state_of, [first, stop])
+                # All log-probs `[u,V]` of a row are NaN if a logit is NaN or +inf, or if all are -inf.
+                table = torch.log_softmax(scale(logits[rows], form.temperature), -1)
+                if form.num_top:
+                    top, ids = table.topk(form.num_top, -1)
+                    by_state["top_logprobs"][first:stop].copy_(top)
+                    by_state["top_ids"][first:stop].copy_(ids)
+                    del top, ids
+                if form.with_entropy:
+                    by_state["entropy"][first:stop].copy_(entropies_of(table))
+                if high > low:
+                    own = self.to_device(state_of[low:high] - first)
+                    wanted = None if given is None else given[low:high]
+                    results = {name: into[low:high] for name, into in by_token.items()}
+                    _read_tokens(table, own, targets[low:high], wanted, results)
+            del logits, table
 
 
 # --------------------------------------------------------------------------------------------- who asks what
@@ -207,19 +250,17 @@ class _Askers:
         for i, slot in enumerate(states.rows):
             at = states.gather(i)
             for number in self._of_slot[slot]:
-                found.setdefault(_Form.of(self._queries[number]), []).append(self._asked(number, at))
+                query, first = self._queries[number], self._queries[number].first(self._sequences[number].prompt_length)
+                targets = self._sequences[number].tokens[first:]
+                given = np.empty((len(targets), 0), np.int64) if query.given is None else query.given
+                given = np.broadcast_to(given, (len(targets), given.shape[0])) if given.ndim == 1 else given
+                given = given[: len(targets)]
+                if query.with_next:
+                    targets = np.append(targets, 0)
+                    given = np.pad(given, ((0, 1), (0, 0)), constant_values=-1)
+                own = at[first - 1 : first - 1 + len(targets)]
+                found.setdefault(_Form.of(query), []).append(_Asked(number, own, targets, given))
         return list(found.items())
-
-    def _asked(self, number: int, at: np.ndarray) -> _Asked:
-        query, tokens = self._queries[number], self._sequences[number].tokens
-        first = query.first(self._sequences[number].prompt_length)
-        targets = tokens[first:]
-        given = np.empty((len(targets), 0), np.int64) if query.given is None else query.given
-        given = np.broadcast_to(given, (len(targets), given.shape[0])) if given.ndim == 1 else given[: len(targets)]
-        if query.with_next:
-            targets = np.append(targets, 0)
-            given = np.pad(given, ((0, 1), (0, 0)), constant_values=-1)
-        return _Asked(number, at[first - 1 : first - 1 + len(targets)], targets, given)
 
 
 @dataclass(slots=True)
@@ -255,15 +296,15 @@ class _Part:
             if form.with_next:
                 last = self.state_of[end]
                 made.next_ids, made.next_logprobs = states["top_ids"][last].copy(), states["top_logprobs"][last].copy()
-            yield one.number, _result(made)
+            yield one.number, Score(reward=np.nan, logprobs=made) if (error := _failure(made)) is None else error
 
 
 def _to_host(table: Tensor) -> np.ndarray:
     return table.view(_NUMPY_CANNOT.get(table.dtype, table.dtype)).cpu().numpy()
 
 
-def _result(made: TokenLogprobs) -> Score | SampleFailed:
-    """Returns the score, or a failure if numbers are NaN: all that a softmax without a finite normaliser gives is."""
+def _failure(made: TokenLogprobs) -> SampleFailed | None:
+    """Returns the error if numbers are NaN: all that a softmax without a finite normaliser gives is."""
     for name in ("logprobs", "next_logprobs", "entropy", "top_logprobs", "given_logprobs", "hidden"):
         table = getattr(made, name)
         if table is None:
@@ -275,75 +316,7 @@ def _result(made: TokenLogprobs) -> Score | SampleFailed:
                 f"the model's {what} for asked token {int(np.argwhere(is_nan)[0][0])} of this sample are not finite; "
                 "if other samples fail likewise, try --dtype float32 or bfloat16"
             )
-    return Score(reward=np.nan, logprobs=made)
-
-
-# ------------------------------------------------------------------------------------- from states to numbers
-
-
-def read_head(
-    head: Callable[[Tensor], Tensor],
-    vocab_size: int,
-    hidden: Tensor,
-    form: _Form,
-    state_of: np.ndarray,
-    targets: Tensor,
-    given: Tensor | None,
-    to_device: Callable[[np.ndarray], Tensor],
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns what is asked about each of the states `[U,H]`, and about each token, in chunks of at most LOGITS.
-
-    Token i is predicted by state `state_of[i]` (int64 `[N]`, ascending). `targets` is int64 `[N]`, `given` `[N,G]`.
-    """
-    # Made first: small results that stay, allocated between large tables that go, would fragment the heap, and malloc
-    # would take new memory for every chunk.
-    by_state, by_token = _empty_results(form, len(hidden), targets, given)
-    size = max(1, LOGITS.get(hidden.device.type, 1 << 26) // vocab_size)
-    for start in range(0, len(hidden), size):
-        logits = head(hidden[start : start + size])
-        for rows in row_slices(logits):
-            first, stop = start + rows.start, start + min(rows.stop, len(logits))
-            low, high = np.searchsorted(state_of, [first, stop])
-            table = torch.log_softmax(scale(logits[rows], form.temperature), -1)
-            _read_states(table, form, {name: into[first:stop] for name, into in by_state.items()})
-            if high > low:
-                own = to_device(state_of[low:high] - first)
-                wanted = None if given is None else given[low:high]
-                results = {name: into[low:high] for name, into in by_token.items()}
-                _read_tokens(table, own, targets[low:high], wanted, results)
-        del logits, table
-    return by_state, by_token
-
-
-def _empty_results(
-    form: _Form, num_states: int, targets: Tensor, given: Tensor | None
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=targets.device)
-
-    by_state, by_token = {}, {}
-    if form.with_entropy:
-        by_state["entropy"] = empty(num_states)
-    if form.num_top:
-        by_state["top_logprobs"] = empty(num_states, form.num_top)
-        by_state["top_ids"] = empty(num_states, form.num_top, dtype=torch.int32)
-    if form.with_logprobs:
-        by_token["logprobs"] = empty(len(targets))
-    if form.with_ranks:
-        by_token["ranks"] = empty(len(targets), dtype=torch.int32)
-    if given is not None:
-        by_token["given_logprobs"] = empty(*given.shape)
-    return by_state, by_token
-
-
-def _read_states(table: Tensor, form: _Form, into: dict[str, Tensor]) -> None:
-    """Reads log-probs `[u,V]`; all of a row are NaN if a logit is NaN or +inf, or if all are -inf."""
-    if form.num_top:
-        top, ids = table.topk(form.num_top, -1)
-        into["top_logprobs"].copy_(top)
-        into["top_ids"].copy_(ids)
-    if form.with_entropy:
-        into["entropy"].copy_(entropies_of(table))
+    return None
 
 
 def _read_tokens(

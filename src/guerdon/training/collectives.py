@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor
 
 from guerdon.distributed.ranks import Ranks
 from guerdon.distributed.shards import shards
@@ -112,12 +112,8 @@ def as_distributed(part: Tensor, like: Tensor) -> Tensor:
 
 def is_sharded_over(tensor: Tensor, dimension: str) -> bool:
     """Whether the ranks along that mesh dimension hold different shards of the tensor."""
-    return not _placement(tensor, dimension).is_replicate()
-
-
-def _placement(tensor: Tensor, dimension: str) -> Placement:
     names = (tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
-    return tensor.placements[names.index(dimension)] if dimension in names else Replicate()  # type: ignore[attr-defined]
+    return dimension in names and not tensor.placements[names.index(dimension)].is_replicate()  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------- gradients
@@ -153,14 +149,13 @@ def gradient_norm(gradients: Mapping[str, Tensor], parameters: Mapping[str, Tens
 
     `gradients` are this rank's shards by the parameters' names. A shard that several ranks hold counts once.
     """
-    counted = [gradient for name, gradient in gradients.items() if _counts_here(parameters[name], ranks)]
+
+    def counts_here(parameter: Tensor) -> bool:
+        of_data = ranks.data_rank == 0 or is_sharded_over(parameter, DATA)
+        return of_data and (ranks.tensor_rank == 0 or is_sharded_over(parameter, TENSOR))
+
+    counted = [gradient for name, gradient in gradients.items() if counts_here(parameters[name])]
     norm = torch.nn.utils.get_total_norm(counted).item() if counted else 0.0
     square = torch.tensor(norm, dtype=torch.float64).square()
     distributed.all_reduce(square, group=ranks.control)
     return float(square.sqrt())
-
-
-def _counts_here(parameter: Tensor, ranks: Ranks) -> bool:
-    """Whether this rank counts the parameter, of all ranks that hold the same shard of it."""
-    of_data = ranks.data_rank == 0 or is_sharded_over(parameter, DATA)
-    return of_data and (ranks.tensor_rank == 0 or is_sharded_over(parameter, TENSOR))

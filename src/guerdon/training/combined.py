@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-
 from guerdon.core import ModelInfo, Score, Sequence
 from guerdon.critic_core import TrainReport, TrainRequest
 from guerdon.distributed import frames
@@ -54,7 +52,14 @@ class CriticWithReward:
             critic.engine.offload()
         self._reward: Engine = load_reward()
         self._on_device: Engine | None = self._reward
-        _check_fits(critic, self._reward)
+        if not isinstance(self._reward, Engine):
+            raise ConfigError("the reward model is a function", "give a folder or hub id as reward_model")
+        encoders = [x for x in (critic.encoder, self._reward.encoder) if x is not None]
+        if len({str(encoder.encode([PROBE])[0]) for encoder in encoders}) > 1:
+            raise ConfigError(
+                "the reward model's tokenizer differs from the critic's, and both read the same tokens",
+                "use two models of one family, or serve the reward model separately and send it text",
+            )
         self.encoder = critic.encoder
         self.max_batch_tokens = min(critic.max_batch_tokens, self._reward.max_batch_tokens)
 
@@ -114,23 +119,27 @@ class CriticWithReward:
                 rewards = self._score_rewards(rewarded, any_wanted, is_plain)
         except _SwapFailed as e:
             return [ServerFault(str(e)) for _ in sequences]
+        merged: list[Score | GuerdonError] = []
         reward = iter(rewards)
-        return [_merge_scores(v, next(reward)) if s.wants_reward else v for s, v in zip(sequences, values, strict=True)]
+        for sequence, value in zip(sequences, values, strict=True):
+            own = next(reward) if sequence.wants_reward else None
+            if own is None or isinstance(value, SampleFailed):
+                merged.append(value)
+            else:
+                merged.append(own if isinstance(own, SampleFailed) else Score(own.reward, values=value.values))
+        return merged
 
     def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport:
         """As CriticTrainer.train; also raises TrainFailed if the critic cannot be moved to the device."""
-        self._swap_in_critic()
-        return self._critic.train(request, first_steps)
+        return self._critic_on_device().train(request, first_steps)
 
     def validate(self, request: TrainRequest) -> TrainReport:
-        """As CriticTrainer.validate; also raises TrainFailed if the critic cannot be moved to the device."""
-        self._swap_in_critic()
-        return self._critic.validate(request)
+        """As CriticTrainer.validate, and errors as `train`."""
+        return self._critic_on_device().validate(request)
 
     def estimate(self, request: TrainRequest) -> TrainRequest:
-        """As CriticTrainer.estimate; also raises TrainFailed if the critic cannot be moved to the device."""
-        self._swap_in_critic()
-        return self._critic.estimate(request)
+        """As CriticTrainer.estimate, and errors as `train`."""
+        return self._critic_on_device().estimate(request)
 
     def save(self, folder: Path) -> None:
         """As CriticTrainer.save, wherever its weights are at the moment."""
@@ -204,7 +213,7 @@ class CriticWithReward:
         except RuntimeError as e:
             raise RanksLost(f"another rank was lost: {(str(e).splitlines() or [''])[0]}") from e
 
-    def _swap_in_critic(self) -> None:
+    def _critic_on_device(self) -> CriticTrainer:
         self._critic.check_ready()
         try:
             with collectives.share_errors(self._ranks):
@@ -215,6 +224,7 @@ class CriticWithReward:
         except TrainFailed:
             self._swap_out()
             raise
+        return self._critic
 
     def _swap_in(self, engine: Engine) -> None:
         """With `swap`, moves the engine to the device; if it raises _SwapFailed, no engine is there."""
@@ -242,27 +252,6 @@ class CriticWithReward:
 
 class _SwapFailed(Exception):
     """A model does not fit the device at the moment; later it may."""
-
-
-def _check_fits(critic: CriticTrainer, reward: Any) -> None:
-    if not isinstance(reward, Engine):
-        raise ConfigError("the reward model is a function", "give a folder or hub id as reward_model")
-    if critic.encoder is None or reward.encoder is None:
-        return
-    own, other = (np.asarray(encoder.encode([PROBE])[0]) for encoder in (critic.encoder, reward.encoder))
-    if not np.array_equal(own, other):
-        raise ConfigError(
-            "the reward model's tokenizer differs from the critic's, and both read the same tokens",
-            "use two models of one family, or serve the reward model separately and send it text",
-        )
-
-
-def _merge_scores(value: Score | SampleFailed, reward: Score | SampleFailed) -> Score | SampleFailed:
-    if isinstance(value, SampleFailed):
-        return value
-    if isinstance(reward, SampleFailed):
-        return reward
-    return Score(reward.reward, values=value.values)
 
 
 def _smaller(a: int | None, b: int | None) -> int | None:

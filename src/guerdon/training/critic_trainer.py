@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from guerdon.core import ModelInfo, Score, Sequence
 from guerdon.critic_core import TrainReport, TrainRequest
@@ -25,14 +25,13 @@ from guerdon.engine.checkpoint.placement import dtype_name
 from guerdon.engine.checkpoint.reward_models import LoadedModel
 from guerdon.engine.engine import Engine
 from guerdon.engine.layers import recompute_activations
-from guerdon.errors import GuerdonError, Offloaded, RanksLost, SampleFailed, ServerFault, TrainFailed, describe
+from guerdon.errors import ConfigError, GuerdonError, Offloaded, RanksLost, SampleFailed, TrainFailed, describe
 from guerdon.settings.config import FREEZING, LEARNING, CriticConfig
 from guerdon.training import collectives, lora, trainer_checkpoint
 from guerdon.training.algorithms.losses import ValueLossStats, clipped_value_loss
 from guerdon.training.estimates import read_rows, with_estimates
-from guerdon.training.freezing import freeze
 from guerdon.training.optimiser import Optimiser, check_layout
-from guerdon.training.trainer_checkpoint import TrainerCheckpoint
+from guerdon.training.trainer_checkpoint import Learner, TrainerCheckpoint
 from guerdon.trees import flatten, whole_trees
 
 FORMAT = 1
@@ -41,7 +40,7 @@ DIGITS = 12
 log = logging.getLogger(__name__)
 
 
-class CriticTrainer:
+class CriticTrainer(Learner):
     """A critic with its optimiser: it scores sequences, and learns from train requests, one at a time.
 
     Its weights are a function of the initial checkpoint and of the train requests since; bitwise on a CPU. With several
@@ -49,6 +48,7 @@ class CriticTrainer:
     """
 
     takes_all = False
+    _corrupt = "which left the critic's weights corrupt: restart the server, which restores them"
 
     def __init__(self, loaded: LoadedModel, config: CriticConfig, ranks: Ranks = ALONE) -> None:
         """Raises ConfigError if a setting needs a missing library, or does not fit the model or the ranks.
@@ -64,13 +64,8 @@ class CriticTrainer:
             if config.trainable is not None or config.frozen is not None:
                 freeze(trainer_checkpoint.model_parameters(loaded), config.trainable, config.frozen)
         else:
-            lora.add_adapters(
-                loaded.trunk,
-                config.lora,
-                config.lora_alpha,
-                config.lora_targets,
-                no_gradients=loaded.fsdp.no_gradients,
-            )
+            targets, no_gradients = config.lora_targets, loaded.fsdp.no_gradients
+            lora.add_adapters(loaded.trunk, config.lora, config.lora_alpha, targets, no_gradients=no_gradients)
             note = lora.describe_adapters(loaded.trunk, loaded.config.model, loaded.config.revision)
             self._files = {"adapter_config.json": trainer_checkpoint.to_json(note)}
         if config.activation_checkpointing:
@@ -94,7 +89,6 @@ class CriticTrainer:
         self._history = _digest(json.dumps(facts, sort_keys=True))
         self._lineage = 0
         self._is_offloaded = False
-        self._broken = ""
         self.run_token = ""
         self.encoder = loaded.encoder
 
@@ -209,7 +203,7 @@ class CriticTrainer:
 
     def _value_table(self, request: TrainRequest) -> Tensor:
         """Returns this rank's values at their places in the request's table, all others 0."""
-        rows = read_rows(request.tokens, request.mask, int(self._keeps_action))
+        rows = read_rows(request.tokens, request.mask, int(self.engine.needs_last(self.engine.path)))
         numbers = list(rows)
         part = collectives.rows_of_this_rank(list(rows.values()), self._ranks)
         table = torch.zeros(request.mask.shape)
@@ -219,10 +213,6 @@ class CriticTrainer:
                     row = table[numbers[part[i]]]
                     row[: len(own)] = own[: len(row)].cpu()
         return table
-
-    @property
-    def _keeps_action(self) -> bool:
-        return self.engine.needs_last(self.engine.path)
 
     def _batches(self, request: TrainRequest) -> list[GlobalBatch]:
         return global_batches(request, self._config.global_batch_size)
@@ -271,7 +261,7 @@ class CriticTrainer:
     def _losses(self, batch: GlobalBatch) -> Iterator[tuple[Tensor, ValueLossStats]]:
         """Yields this rank's share of the batch's loss for each micro-batch; call backward before taking the next."""
         clip = self._config.loss_clip_val
-        rows, all_targets = batch.read(self._keeps_action)
+        rows, all_targets = batch.read(self.engine.needs_last(self.engine.path))
         part = collectives.rows_of_this_rank(rows, self._ranks)
         for numbers, values in self.engine.values([rows[i] for i in part]):
             if not numbers:
@@ -384,17 +374,6 @@ class CriticTrainer:
             raise Offloaded(f"{self._config.name} is offloaded to host memory; call onload first")
         self._check_whole()
 
-    def _check_whole(self) -> None:
-        if self._broken:
-            raise ServerFault(self._broken)
-
-    @contextlib.contextmanager
-    def _changing_weights(self, fault: str) -> Iterator[None]:
-        """Marks the weights as corrupt if the block fails."""
-        self._broken = f"{fault}, which left the critic's weights corrupt: restart the server, which restores them"
-        yield
-        self._broken = ""
-
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
@@ -422,15 +401,14 @@ def global_batches(request: TrainRequest, size: int) -> list[GlobalBatch]:
     Trees are taken path by path, and never split: a batch ends before a tree that would exceed it.
     """
     flat, trees = flatten(request)
-    return [_global_batch(flat, part) for part in whole_trees(trees, size)]
-
-
-def _global_batch(request: TrainRequest, part: slice) -> GlobalBatch:
-    tokens, mask = request.tokens[part], request.mask[part]
-    targets = np.stack([request.prev_values[part], request.returns[part], mask])
-    rows = read_rows(tokens, mask, num_more=1)
-    own = [np.pad(targets[:, i, : len(row) - 1], ((0, 0), (0, 1))) for i, row in rows.items()]
-    return GlobalBatch(list(rows.values()), own, float(mask.sum(dtype=np.float64)), int((mask > 0).sum()))
+    batches = []
+    for part in whole_trees(trees, size):
+        mask = flat.mask[part]
+        targets = np.stack([flat.prev_values[part], flat.returns[part], mask])
+        rows = read_rows(flat.tokens[part], mask, num_more=1)
+        own = [np.pad(targets[:, i, : len(row) - 1], ((0, 0), (0, 1))) for i, row in rows.items()]
+        batches.append(GlobalBatch(list(rows.values()), own, float(mask.sum(dtype=np.float64)), int((mask > 0).sum())))
+    return batches
 
 
 class _TrainTotals:
@@ -476,3 +454,43 @@ def _digest(before: str, *arrays: np.ndarray) -> str:
 
 def _mean_loss(sums: ValueLossStats) -> float:
     return sums.sum_loss / max(sums.sum_mask, 1.0)
+
+
+# ------------------------------------------------------------------------------------------ frozen weights
+
+_MOST_NAMES = 4
+"""Names that an error shows of the first weights, and of the last."""
+
+
+def freeze(parameters: Mapping[str, nn.Parameter], trainable: str | None, frozen: str | None) -> None:
+    """Leaves to train what `trainable` matches (None: everything) and `frozen` does not; freezes everything else.
+
+    Both are regular expressions that match whole names. A frozen parameter gets no gradient. Call it before the first
+    forward, because FSDP reads `requires_grad` there. Raises ConfigError if one matches nothing, or if nothing is left.
+    """
+    chosen = set(parameters) if trainable is None else _matching(parameters, "trainable", trainable)
+    if frozen is not None:
+        chosen -= _matching(parameters, "frozen", frozen)
+    if not chosen:
+        raise ConfigError(
+            f"nothing is left to train: trainable is {trainable!r}, frozen {frozen!r}",
+            f"change one of them; the weights are {_some(parameters)}",
+        )
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in chosen)
+
+
+def _matching(parameters: Mapping[str, nn.Parameter], setting: str, pattern: str) -> set[str]:
+    found = {name for name in parameters if re.fullmatch(pattern, name)}
+    if not found:
+        raise ConfigError(
+            f"{setting} is {pattern!r}, and matches no weight's whole name", f"the weights are {_some(parameters)}"
+        )
+    return found
+
+
+def _some(parameters: Mapping[str, nn.Parameter]) -> str:
+    names = list(parameters)
+    if len(names) > 2 * _MOST_NAMES:
+        names = [*names[:_MOST_NAMES], "...", *names[-_MOST_NAMES:]]
+    return ", ".join(names)

@@ -29,7 +29,11 @@ def with_estimates(request: TrainRequest, values: np.ndarray) -> TrainRequest:
     if not np.isfinite(values[counts]).all():
         row = int((counts & ~np.isfinite(values)).any(axis=1).argmax())
         raise TrainFailed(f"the critic has no finite values for row {row}: nothing was changed", 0)
-    mask, rewards, own = map(torch.tensor, (request.mask, _token_rewards(request.rewards, counts), values))
+    of_tokens = request.rewards
+    if of_tokens.shape != counts.shape:  # one of a whole row is its last counted token's
+        is_last = counts & (np.cumsum(counts[:, ::-1], axis=1)[:, ::-1] == 1)
+        of_tokens = np.where(is_last, of_tokens, np.float32(0))
+    mask, rewards, own = map(torch.tensor, (request.mask, of_tokens, values))
     advantages, returns = gae(rewards, own, mask, rule.gamma, rule.lam_critic)
     if rule.lam_alpha is not None:
         advantages, _ = gae(rewards, own, mask, rule.gamma, adaptive_lams(mask, rule.lam_alpha))
@@ -41,11 +45,3 @@ def with_estimates(request: TrainRequest, values: np.ndarray) -> TrainRequest:
         returns=returns.numpy(),
         advantages=advantages.numpy(),
     )
-
-
-def _token_rewards(rewards: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns rewards `[N, T-1]`; one of a whole row is its last counted token's."""
-    if rewards.shape == counts.shape:
-        return rewards
-    is_last = counts & (np.cumsum(counts[:, ::-1], axis=1)[:, ::-1] == 1)
-    return np.where(is_last, rewards, np.float32(0))

@@ -87,12 +87,7 @@ def adapted_share(trunk: Any) -> float:
 
 def to_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the trunk's adapter tensors under their names in peft's files."""
-    return {peft_name(name): tensor for name, tensor in tensors.items()}
-
-
-def peft_name(name: str) -> str:
-    """Returns the name of an adapter's parameter in peft's files."""
-    return PEFT_PREFIX + name.replace(f".{ADAPTER}.", ".")
+    return {PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): tensor for name, tensor in tensors.items()}
 
 
 def describe_adapters(trunk: Any, base: str, revision: str | None = None, task: str | None = None) -> dict[str, Any]:
@@ -104,8 +99,4 @@ def describe_adapters(trunk: Any, base: str, revision: str | None = None, task: 
     path = Path(base).expanduser()
     settings |= {"base_model_name_or_path": str(path.resolve()) if path.is_dir() else base, "revision": revision}
     settings |= {"task_type": task, "inference_mode": True}
-    return json.loads(json.dumps(settings, default=_plain))
-
-
-def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else str(value)
+    return json.loads(json.dumps(settings, default=lambda x: sorted(x) if isinstance(x, set) else str(x)))

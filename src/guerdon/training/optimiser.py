@@ -47,12 +47,17 @@ class Optimiser:
         self.step = 0
         self._parameters = parameters
         self._ranks, self._summed = ranks, summed_over_tensor_ranks
-        self._masters = {name: _master(parameter) for name, parameter in parameters.items()}
+        self._masters = {}  # a sharded parameter's is this rank's shard
+        for name, parameter in parameters.items():
+            if parameter.dtype == torch.float32:
+                own = nn.Parameter(collectives.local_shard(parameter)) if isinstance(parameter, DTensor) else parameter
+            else:  # accumulates its gradients
+                own = nn.Parameter(collectives.local_shard(parameter.detach()).float())
+            self._masters[name] = own
         for name in self._copied():
             self._collect_on_backward(name)
         self._largest_norm = config.gradient_clip_val or math.inf
-        make = _adamw_8bit if config.optimizer == "adamw_8bit" else _adamw
-        self._adamw = make(list(self._masters.values()), config)
+        self._adamw = _made_adamw(list(self._masters.values()), config)
         for name in self._borrowed():
             self._release(name)
         self._config = config
@@ -81,26 +86,24 @@ class Optimiser:
 
         FSDP sums its sharded gradients itself.
         """
-        if self._ranks.size > 1:
-            # Summing a large model's gradients takes long, and no layer runs that would tick.
-            with self._ranks.waiting():
-                self._sum_over_ranks()
-
-    def _sum_over_ranks(self) -> None:
         ranks = self._ranks
+        if ranks.size == 1:
+            return
         whole = [name for name, p in self._parameters.items() if not collectives.is_sharded_over(p, collectives.DATA)]
-        if ranks.data_size > 1 and whole:
-            found = self._gradients()
-            # A weight that no rank used has no gradient and must not decay.
-            has_any = ranks.total([float(name in found) for name in whole])
-            wanted = [name for name, count in zip(whole, has_any, strict=True) if count]
-            # Allocates before the all-reduce, in which the other ranks would wait for one that is out of memory.
-            with collectives.share_errors(ranks):
-                gradients = [self._gradient_or_zeros(name) for name in wanted]
-            collectives.sum_gradients(gradients, ranks.data_group)
-        if ranks.tensor_size > 1:
-            found = self._gradients()
-            collectives.sum_gradients((found[name] for name in sorted(self._summed & found.keys())), ranks.tensor_group)
+        with ranks.waiting():  # summing a large model's gradients takes long, and no layer runs that would tick
+            if ranks.data_size > 1 and whole:
+                found = self._gradients()
+                # A weight that no rank used has no gradient and must not decay.
+                has_any = ranks.total([float(name in found) for name in whole])
+                wanted = [name for name, count in zip(whole, has_any, strict=True) if count]
+                # Allocates before the all-reduce, in which the other ranks would wait for one that is out of memory.
+                with collectives.share_errors(ranks):
+                    gradients = [self._gradient_or_zeros(name) for name in wanted]
+                collectives.sum_gradients(gradients, ranks.data_group)
+            if ranks.tensor_size > 1:
+                found = self._gradients()
+                summed = sorted(self._summed & found.keys())
+                collectives.sum_gradients((found[name] for name in summed), ranks.tensor_group)
 
     def gradient_norm(self) -> float:
         """Returns the norm of all gradients together, before clipping; with several ranks, call it after
@@ -132,11 +135,8 @@ class Optimiser:
             for name in self._borrowed():
                 self._release(name)
         # A learning rate of 0 is normal at the start of the warm-up.
-        if (
-            not self._has_warned
-            and self.step > self._config.warmup_steps
-            and not schedule_factor(self._config, self.step)
-        ):
+        has_ended = self.step > self._config.warmup_steps and not schedule_factor(self._config, self.step)
+        if has_ended and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "the learning rate is 0: the schedule ended at step %d (total_steps), and further steps change nothing",
@@ -233,60 +233,34 @@ class Optimiser:
 
     def move(self, device: torch.device) -> None:
         """Moves masters and state to the device; parameters move with their module."""
-        copied = set(self._copied())
-        for name, master in self._masters.items():
-            if name in copied:
-                master.data = master.data.to(device)
+        for name in self._copied():
+            self._masters[name].data = self._masters[name].data.to(device)
+        for master in self._masters.values():
             state = self._adamw.state[master]
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    state[key] = value.to(device)
+            state |= {key: value.to(device) for key, value in state.items() if isinstance(value, Tensor)}
 
 
-def _master(parameter: nn.Parameter) -> nn.Parameter:
-    """Returns the parameter itself if it is float32, else a float32 copy that accumulates its gradients.
-
-    For a sharded parameter it is this rank's shard.
-    """
-    if parameter.dtype == torch.float32:
-        return nn.Parameter(collectives.local_shard(parameter)) if isinstance(parameter, DTensor) else parameter
-    return nn.Parameter(collectives.local_shard(parameter.detach()).float())
-
-
-def _adamw(masters: list[nn.Parameter], config: LearningConfig) -> Any:
-    on_gpu = masters[0].device.type == "cuda"
-    adamw = torch.optim.AdamW(
-        masters,
-        lr=config.learning_rate,
-        betas=(config.betas[0], config.betas[1]),
-        eps=EPS,
-        weight_decay=config.weight_decay,
-        # Fused, because a single kernel allocates nothing: a step cannot run out of memory halfway.
-        fused=on_gpu,
-    )
-    for master in masters:
-        adamw.state[master] = {
-            "step": torch.zeros((), dtype=torch.float32, device=master.device),
-            "exp_avg": torch.zeros_like(master),
-            "exp_avg_sq": torch.zeros_like(master),
-        }
-    return adamw
-
-
-def _adamw_8bit(masters: list[nn.Parameter], config: LearningConfig) -> Any:
+def _made_adamw(masters: list[nn.Parameter], config: LearningConfig) -> Any:
+    """Returns the optimiser with its whole state; raises ConfigError if it is the 8-bit one and not installed."""
+    settings: dict[str, Any] = {"lr": config.learning_rate, "betas": tuple(config.betas), "eps": EPS}
+    settings["weight_decay"] = config.weight_decay
+    if config.optimizer != "adamw_8bit":
+        # Fused on a GPU, because a single kernel allocates nothing: a step cannot run out of memory halfway.
+        adamw = torch.optim.AdamW(masters, **settings, fused=masters[0].device.type == "cuda")
+        for master in masters:
+            adamw.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
+        return adamw
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as e:
         raise ConfigError(
             "optimizer is adamw_8bit, and bitsandbytes is not installed", f"{install_command('8bit')}, or use adamw"
         ) from e
-    adamw = AdamW8bit(
-        masters,
-        lr=config.learning_rate,
-        betas=(config.betas[0], config.betas[1]),
-        eps=EPS,
-        weight_decay=config.weight_decay,
-    )
+    adamw = AdamW8bit(masters, **settings)
     for i, master in enumerate(masters):
         adamw.init_state(adamw.param_groups[0], master, 0, i)
     return adamw
@@ -300,14 +274,10 @@ def check_layout(config: LearningConfig, ranks: Ranks) -> None:
             "use fsdp, or leave tensor_parallel at 1, or remove lora",
         )
     if config.optimizer == "adamw_8bit" and config.lora is None and ranks.is_sharded:
-        raise _no_sharded_8bit()
-
-
-def _no_sharded_8bit() -> ConfigError:
-    return ConfigError(
-        "optimizer is adamw_8bit, and the weights are sharded over ranks: bitsandbytes quantises whole tensors only",
-        "use adamw, whose state is sharded as the weights are, or neither tensor_parallel nor fsdp",
-    )
+        raise ConfigError(
+            "optimizer is adamw_8bit, and the weights are sharded over ranks, but bitsandbytes quantises whole tensors",
+            "use adamw, whose state is sharded as the weights are, or neither tensor_parallel nor fsdp",
+        )
 
 
 def moment_bytes(config: LearningConfig) -> int | None:

@@ -5,7 +5,6 @@ Legend: B rows, b rows of a micro-batch, R tokens of the longest response.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -23,12 +22,11 @@ from guerdon.engine.checkpoint.language_models import LoadedPolicy, load_policy
 from guerdon.engine.checkpoint.placement import dtype_name, gpu_bytes
 from guerdon.engine.layers import recompute_activations
 from guerdon.engine.logprobs import LanguageEngine
-from guerdon.errors import ServerFault
 from guerdon.settings.config import LearningConfig
 from guerdon.training import collectives, lora, trainer_checkpoint
 from guerdon.training.algorithms.losses import PolicyLossStats
 from guerdon.training.optimiser import Optimiser, check_layout
-from guerdon.training.trainer_checkpoint import TrainerCheckpoint
+from guerdon.training.trainer_checkpoint import Learner, TrainerCheckpoint
 
 FORMAT = 1
 log = logging.getLogger(__name__)
@@ -64,7 +62,7 @@ class StepReport:
     num_micro_batches: int
 
 
-class PolicyTrainer:
+class PolicyTrainer(Learner):
     """A causal language model with its optimiser, and the reference for its KL penalty.
 
     Its weights are a function of the initial checkpoint, the seed and the steps since; bitwise on a CPU. The reference
@@ -74,6 +72,8 @@ class PolicyTrainer:
     same. If a step or a load fails while it changes the weights, every later use raises ServerFault until a load
     succeeds.
     """
+
+    _corrupt = "which left the policy's weights corrupt: load a checkpoint"
 
     def __init__(
         self,
@@ -91,7 +91,6 @@ class PolicyTrainer:
         check_layout(config, ranks)
         self._config = config
         self._ranks = ranks
-        self._broken = ""
         self.loaded = loaded
         self.model = loaded.model
         self.tokenizer = loaded.tokenizer
@@ -110,7 +109,9 @@ class PolicyTrainer:
         self.engine = LanguageEngine(dataclasses.replace(loaded, trains=True))
         parameters = dict(self.model.named_parameters())
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._optimiser = Optimiser(self._trained, config, ranks, self._summed_over_tensor_ranks())
+        prefix = next(name for name, child in self.model.named_children() if child is loaded.trunk)
+        summed = frozenset(f"{prefix}.{name}" for name in loaded.summed_over_tensor_ranks)
+        self._optimiser = Optimiser(self._trained, config, ranks, summed)
         self._sums, self._num_micro_batches = PolicyLossStats(), 0
         self._reference = self._load_reference() if keeps_reference and config.lora is None else None
         counts = [sum(p.numel() for p in some.values()) for some in (self._trained, parameters)]
@@ -140,21 +141,10 @@ class PolicyTrainer:
         watched = [engine.watch(tick) for engine in engines]
         return all(watched)
 
-    def _summed_over_tensor_ranks(self) -> frozenset[str]:
-        """Returns the parameters whose gradients must be summed over the ranks of tensor parallelism, by the model's
-        names.
-        """
-        prefix = next(name for name, child in self.model.named_children() if child is self.loaded.trunk)
-        return frozenset(f"{prefix}.{name}" for name in self.loaded.summed_over_tensor_ranks)
-
     # ---------------------------------------------------------------------------------------- log-probs
 
     def logprobs(
-        self,
-        rows: list[np.ndarray],
-        prompt_lengths: np.ndarray,
-        temperature: float = 1.0,
-        with_entropies: bool = False,
+        self, rows: list[np.ndarray], prompt_lengths: np.ndarray, temperature: float = 1.0, with_entropies: bool = False
     ) -> Logprobs:
         """Returns the log-probs of the rows' responses at this temperature, with their entropies if requested.
 
@@ -310,17 +300,6 @@ class PolicyTrainer:
         finally:
             self._reset_gradients()
         return StepReport(sums, norm, rate, skipped, count)
-
-    def _check_whole(self) -> None:
-        if self._broken:
-            raise ServerFault(self._broken)
-
-    @contextlib.contextmanager
-    def _changing_weights(self, fault: str) -> Iterator[None]:
-        """Marks the weights as corrupt if the block fails."""
-        self._broken = f"{fault}, which left the policy's weights corrupt: load a checkpoint"
-        yield
-        self._broken = ""
 
     def _reset_gradients(self) -> None:
         self._optimiser.free()

@@ -238,11 +238,11 @@ class UserCritic:
     @contextmanager
     def calling_hooks(self, before: str, after: str) -> Iterator[None]:
         """Calls the model's hooks of those names, if it has them."""
-        getattr(self._model, before, _no_hook)()
+        getattr(self._model, before, lambda: None)()
         try:
             yield
         finally:
-            getattr(self._model, after, _no_hook)()
+            getattr(self._model, after, lambda: None)()
 
     def _train_step(self, name: str, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Makes one optimiser step unless a rank's gradient is not finite; returns the logged metrics."""
@@ -333,10 +333,6 @@ def _plain_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     plain = {name: x.detach() if torch.is_tensor(x) else x for name, x in metrics.items()}
     logged = {name: x.item() if torch.is_tensor(x) and x.numel() == 1 else x for name, x in plain.items()}
     return logged | {name: float(logged[name]) for name in _REPORTED if name in logged}
-
-
-def _no_hook() -> None:
-    """Stands for a hook that the user's model lacks."""
 
 
 def _writable(x: Any) -> Any:

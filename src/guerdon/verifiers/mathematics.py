@@ -32,22 +32,19 @@ def verify(responses: list[str], labels: list[Any]) -> list[float]:
     A label is a number, or text: LaTeX, with or without `$` or `\\boxed{}`, or a plain expression. A response without
     an answer, or with one that cannot be read or compared, gets 0.0. Raises ValueError for a label that cannot be read.
     """
-    return [float(_is_equal(_read_label(label), response)) for response, label in zip(responses, labels, strict=True)]
+    rewards = []
+    for response, label in zip(responses, labels, strict=True):
+        expected = _parse(read_label(label))
+        if not expected:
+            raise ValueError(f"math-verify finds no answer in the label {label!r}")
+        pairs = itertools.chain.from_iterable(
+            itertools.product(expected, _parse(text)) for text in read_answer(answer_of(response))
+        )
+        rewards.append(float(any(_is_same(one, other) for one, other in pairs)))
+    return rewards
 
 
 verify.needs_isolation = True  # type: ignore[attr-defined]
-
-
-def _read_label(label: Any) -> list[Any]:
-    expected = _parse(read_label(label))
-    if not expected:
-        raise ValueError(f"math-verify finds no answer in the label {label!r}")
-    return expected
-
-
-def _is_equal(expected: list[Any], response: str) -> bool:
-    texts = read_answer(answer_of(response))
-    return any(_is_same(one, other) for text in texts for one, other in itertools.product(expected, _parse(text)))
 
 
 def _parse(text: str) -> list[Any]:

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from guerdon.training.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
-    Moments,
     RunningMean,
     estimate_advantages,
     group_mean,
     rloo,
     whiten,
+)
+from guerdon.training.algorithms.advantages import (
+    MaskedMoments as Moments,
 )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from guerdon.engine.attention import cascade
 from guerdon.engine.attention.patterns import Pattern
@@ -25,15 +26,15 @@ QUERY_BLOCK = 1024
 
 def by_segment(
     batch: PackedBatch,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     scale: float,
     causal: bool,
     pattern: Pattern | None = None,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Returns `[1,H,T,D]` for any mask, by one call per segment or block of its queries; differentiable."""
     window = pattern.window if pattern is not None and causal else None
     materialised = bool(softcap) or sinks is not None
@@ -50,7 +51,7 @@ def by_segment(
         triangle = causal and pattern is None and q.shape[2] == k.shape[2] and not materialised
         mask = None
         if not triangle and (causal or pattern is not None):
-            mask = _mask(batch, s, first, k.shape[2], pattern, q.device, torch.bool if materialised else q.dtype)
+            mask = _mask(batch, s, first, k, pattern, torch.bool if materialised else q.dtype)
         if materialised:
             out.append(_materialised(q, k, v, mask, scale, softcap, sinks))
         else:
@@ -89,18 +90,13 @@ def visible(s: Segment, window: int | None) -> tuple[list[tuple[int, int]], int]
 
 
 def _mask(
-    batch: PackedBatch,
-    s: Segment,
-    first: int,
-    num_keys: int,
-    pattern: Pattern | None,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    batch: PackedBatch, s: Segment, first: int, keys: Tensor, pattern: Pattern | None, dtype: torch.dtype
+) -> Tensor:
     """Returns the mask `[queries, keys]`, made of positions only: bool, True if visible, or 0 and -inf.
 
     It is cached for all layers of a pattern.
     """
+    num_keys, device = keys.shape[2], keys.device
     name = ("mask", s.start, None if pattern is None else id(pattern.allows), device, dtype)
     known = batch.cache.get(name)
     if known is None:
@@ -112,19 +108,13 @@ def _mask(
             seen = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
         # Keep a reference to the pattern, so that no other object can get its id.
         known = batch.cache[name] = pattern, seen
-    mask: torch.Tensor = known[1]
+    mask: Tensor = known[1]
     return mask
 
 
 def _materialised(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """Computes what PyTorch's fused call lacks: soft-capped logits (Gemma 2) and attention sinks (gpt-oss)."""
     k, v = _by_query_head(q, k, v)
     weights = (q @ k.transpose(-1, -2)) * scale
@@ -139,20 +129,13 @@ def _materialised(
     return probs[..., : k.shape[2]] @ v
 
 
-def _by_query_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Repeats keys and values for each query head."""
     groups = q.shape[1] // k.shape[1]
     return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
 
 
-def of_few(
-    batch: PackedBatch,
-    read: np.ndarray,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+def of_few(batch: PackedBatch, read: np.ndarray, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Returns causal attention `[1,H,T,D]` of the queries at tokens `read` only, zero elsewhere; for CPUs.
 
     In the last layer only the tokens that scores are read from matter, one of each sequence. The keys and values that

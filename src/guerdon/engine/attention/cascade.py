@@ -26,8 +26,6 @@ QUERY_BLOCK = 192
 """Queries of one kernel call: the kernel also computes masked pairs inside blocks of 512 keys."""
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
 Forward = Callable[[PackedBatch, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 

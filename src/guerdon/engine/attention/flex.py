@@ -102,11 +102,6 @@ def _cap(softcap: float, device: torch.device) -> Callable[..., Tensor]:
     return lambda score, _, __, ___, ____: torch.tanh(score / most) * most
 
 
-def _within(reach: Reach, device: torch.device) -> Callable[..., Tensor]:
-    before, after = _apart(to_device(np.array(_unbounded(reach), dtype=np.int32), device))
-    return lambda _, __, q, k: (q - k <= before) & (k - q <= after)
-
-
 def _apart(table: Tensor) -> tuple[Tensor, ...]:
     """Returns the rows as separate tensors: the compiler would unify a table of n rows with a batch of n blocks."""
     return tuple(row.clone() for row in table)
@@ -135,21 +130,8 @@ def block_mask(
     """
     name = ("block mask", causal, None if pattern is None else id(pattern.allows), device, fill, gradients)
     known = batch.cache.get(name)
-    if known is None:
-        # Keep a reference to the pattern, so that no other object can get its id.
-        known = batch.cache[name] = pattern, _block_mask(batch, causal, pattern, reach, device, fill, gradients)
-    return known[1]
-
-
-def _block_mask(
-    batch: PackedBatch,
-    causal: bool,
-    pattern: Pattern | None,
-    reach: Reach | None,
-    device: torch.device,
-    fill: int,
-    gradients: bool,
-) -> BlockMask:
+    if known is not None:
+        return known[1]
     lengths = np.array([s.stop - s.start for s in batch.segments])
     first_seeing = np.arange(batch.num_tokens) if causal else np.repeat([s.start for s in batch.segments], lengths)
     table = np.stack([first_seeing, np.repeat([s.end for s in batch.segments], lengths), batch.positions])
@@ -161,7 +143,10 @@ def _block_mask(
     def tree(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= begin[k]) & (q < end[k])
 
-    allows = None if pattern is None else pattern.allows if reach is None else _within(reach, device)
+    allows = None if pattern is None else pattern.allows
+    if pattern is not None and reach is not None:
+        before, after = _apart(to_device(np.array(_unbounded(reach), dtype=np.int32), device))
+        allows = lambda _, __, q, k: (q - k <= before) & (k - q <= after)  # noqa: E731
 
     def patterned(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         assert allows is not None
@@ -180,9 +165,11 @@ def _block_mask(
     parts = [_ordered(x[None, None]) for x in (some & ~whole, whole)]
     size = (num_tokens, num_tokens)
     mask = tree if allows is None else patterned
-    return BlockMask.from_kv_blocks(
+    made = BlockMask.from_kv_blocks(
         *parts[0], *parts[1], BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=size, compute_q_blocks=gradients
     )
+    batch.cache[name] = pattern, made  # with the pattern, so that no other object can get its id
+    return made
 
 
 def _in_reach(at: Tensor, missing: int, reach: Reach | None) -> tuple[Tensor, Tensor]:

@@ -17,10 +17,10 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from guerdon.engine.native.library import DTYPES, kernels
 from guerdon.engine.packing import PackedBatch, pack
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 COPIES = 8
 """Copied keys, as a multiple of the batch's tokens, beyond which cascade is cheaper; reasoned, not measured."""
@@ -104,38 +105,16 @@ def _with_flash(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
 
 
-class Compute(Protocol):
-    """Computes attention `[1,H,T,E]` of query `[1,H,T,D]`, key `[1,K,T,D]` and value `[1,K,T,E]`."""
+Compute = Callable[[PackedBatch, Tensor, Tensor, Tensor, float, Need, Pattern | None, Tensor | None], Tensor]
+"""Computes attention `[1,H,T,E]` of query `[1,H,T,D]`, key `[1,K,T,D]` and value `[1,K,T,E]`.
 
-    def __call__(
-        self,
-        batch: PackedBatch,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        need: Need,
-        pattern: Pattern | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Returns attention for the `need`."""
+Its arguments are the batch, these three, the scale, the need, the layer's pattern and its sinks.
+"""
+OfFew = Callable[[PackedBatch, np.ndarray, Tensor, Tensor, Tensor, float, Need, Tensor | None], Tensor]
+"""As `Compute`, of the queries at the tokens `read` (int64) only, 0 for all others; without gradients.
 
-
-class OfFew(Protocol):
-    """Computes attention as `Compute`, of the queries at the tokens `read` only, int64."""
-
-    def __call__(
-        self,
-        batch: PackedBatch,
-        read: np.ndarray,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        need: Need,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Returns attention for the `need`, 0 for all other queries; without gradients."""
+Its arguments are the batch, `read`, query, key and value, the scale, the need and the sinks.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,19 +150,13 @@ def _supports_native(need: Need) -> bool:
 
 
 def _native(
-    batch: PackedBatch,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    need: Need,
-    pattern: Pattern | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    if need.gradients:
-        assert _supports_cascade_on_cpu(need)  # its gradients know no other mask
-        return cascade(batch, query, key, value, scale, _forest_and_lse)
-    return forest(batch, query, key, value, scale, _native_mask(need), need.softcap, sinks)
+    batch: PackedBatch, query: Tensor, key: Tensor, value: Tensor, scale: float, need: Need,
+    pattern: Pattern | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    if not need.gradients:
+        return forest(batch, query, key, value, scale, _native_mask(need), need.softcap, sinks)
+    assert _supports_cascade_on_cpu(need)  # its gradients know no other mask
+    return cascade(batch, query, key, value, scale, _forest_and_lse)
 
 
 def _forest_and_lse(
@@ -257,25 +230,22 @@ _chosen: ContextVar[set[str] | None] = ContextVar("guerdon_chosen", default=None
 
 
 @contextmanager
-def noting_chosen() -> Iterator[set[str]]:
-    """Yields a set of the forms chosen inside the context."""
-    noted: set[str] = set()
-    token = _chosen.set(noted)
+def _noting(variable: ContextVar[T | None], noted: T) -> Iterator[T]:
+    token = variable.set(noted)
     try:
         yield noted
     finally:
-        _chosen.reset(token)
+        variable.reset(token)
 
 
-@contextmanager
-def noting_skipped() -> Iterator[dict[str, str]]:
-    """Yields a dict of forms skipped for needs inside the context, and why, whenever they were checked."""
-    noted: dict[str, str] = {}
-    token = _skipped.set(noted)
-    try:
-        yield noted
-    finally:
-        _skipped.reset(token)
+def noting_chosen() -> AbstractContextManager[set[str]]:
+    """Returns a context that yields a set of the forms chosen inside."""
+    return _noting(_chosen, set())
+
+
+def noting_skipped() -> AbstractContextManager[dict[str, str]]:
+    """Returns a context that yields a dict of forms skipped for needs inside, and why, whenever they were checked."""
+    return _noting(_skipped, {})
 
 
 def choose_form(need: Need) -> AttentionForm:
@@ -301,17 +271,16 @@ def _choose_form(need: Need) -> tuple[AttentionForm, dict[str, str]]:
 def _first_passed(need: Need) -> tuple[AttentionForm, dict[str, str]]:
     *others, reference = candidates(need)
     failures: dict[str, str] = {}
+    if need.device.type == "cpu":
+        return [*others, reference][0], failures
+    # What a check depends on: a shared tree covers one without sharing, one window covers all.
+    kind = dataclasses.replace(_for_small_tree(need)[1], shared=need.causal, copies=False)
     for form in others:
-        failure = None if need.device.type == "cpu" else _check_once(form, _kind(need))
+        failure = _check_once(form, kind)
         if failure is None:
             return form, failures
         failures[form.name] = failure
     return reference, failures
-
-
-def _kind(need: Need) -> Need:
-    """Reduces the need to what a check depends on: a shared tree covers one without sharing, one window covers all."""
-    return dataclasses.replace(_for_small_tree(need)[1], shared=need.causal, copies=False)
 
 
 @functools.cache

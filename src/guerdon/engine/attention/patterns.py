@@ -44,8 +44,9 @@ def packed_mask(*, mask_function: Any, local_size: int | None = None, **_: Any) 
 def reach_of(mask_function: Callable[..., Any]) -> Reach | None:
     """Returns the reach of a mask function; None if it is, or is composed of, an unknown one.
 
-    Functions are recognised by their code and windows read from their closures: no sample of positions could prove
-    what a function does for all others.
+    Functions are recognised by their code and windows read from their closures, because transformers says nowhere else
+    which kind of mask it passes, and no sample of positions could prove what a function does for all others.
+    `tests/engine/test_patterns.py` fails if a version of transformers makes them otherwise.
     """
     from transformers import masking_utils as known
 

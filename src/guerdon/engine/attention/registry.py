@@ -16,6 +16,7 @@ from contextvars import ContextVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from guerdon.engine.attention.forms import choose_form, need_of
 from guerdon.engine.attention.patterns import Pattern, cut, packed_mask
@@ -53,16 +54,16 @@ def attending(
 
 def packed_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: Pattern | None,
     scaling: float | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **others: object,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Replaces attention in transformers' registry: query `[1,H,T,D]`, key and value `[1,K,T,D]` to `[1,T,H,D]`.
 
     Ignores a `sliding_window` keyword: the mask has the window, too, and for some models nothing else has. Raises

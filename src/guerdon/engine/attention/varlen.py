@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,30 +51,8 @@ class KernelCall:
     reach: Reach
 
 
-class Kernel(Protocol):
-    """A kernel for the tokens of one part; queries `[Tq,H,D]`, keys and values `[Tk,K,D]`."""
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, part: KernelCall, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the output `[Tq,H,D]` and the log-sum-exp of all logits, float32 `[H,Tq]`."""
-
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        part: KernelCall,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns gradients of query, key and value; `out` and `lse` may be of a softmax over more than the part."""
-
-
 class Flash:
-    """PyTorch's FlashAttention: half precision, head sizes up to 256 in steps of 8.
+    """PyTorch's FlashAttention: half precision, head sizes up to 256 in steps of 8; one call for the tokens of a part.
 
     `torch.nn.attention.varlen` calls the same operators, but its backward pass does not accept the merged output and
     log-sum-exp. If another FlashAttention is installed and activated with
@@ -84,7 +62,8 @@ class Flash:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, part: KernelCall, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Implements `Kernel`."""
+        """Returns the output `[Tq,H,D]` of queries `[Tq,H,D]`, keys and values `[Tk,K,D]`, and the log-sum-exp of all
+        logits, float32 `[H,Tq]`."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, part.cu_queries, part.cu_keys, part.max_queries, part.max_keys, 0.0,
             part.reach == CAUSAL, False, scale=scale, window_size_left=part.reach[0], window_size_right=part.reach[1],
@@ -92,17 +71,10 @@ class Flash:
         return out, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        part: KernelCall,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, part: KernelCall,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Implements `Kernel`."""
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Returns gradients of query, key and value; `out` and `lse` may be of a softmax over more than the part."""
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad, query, key, value, out, lse, part.cu_queries, part.cu_keys, part.max_queries, part.max_keys, 0.0,
@@ -125,7 +97,7 @@ def varlen(
     sinks: Tensor | None = None,
     *,
     gathers: bool = True,
-    kernel: Kernel = FLASH,
+    kernel: Flash = FLASH,
 ) -> Tensor:
     """Returns attention `[1,H,T,D]` of query `[1,H,T,D]` on key and value `[1,K,T,D]`, sinks `[H]`; differentiable.
 
@@ -190,7 +162,7 @@ class _Varlen(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float,
-        divisions: tuple[list[KernelCall], list[KernelCall]], kernel: Kernel,
+        divisions: tuple[list[KernelCall], list[KernelCall]], kernel: Flash,
     ) -> Tensor:  # fmt: skip
         out, lse = _forward(query, key, value, sinks, scale, divisions[0], kernel)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
@@ -212,7 +184,7 @@ def _forward(
     sinks: Tensor | None,
     scale: float,
     parts: list[KernelCall],
-    kernel: Kernel,
+    kernel: Flash,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output `[T,H,D]` and the log-sum-exp of all logits and sinks, float32 `[H,T]`, part by part."""
     first, *others = parts
@@ -223,7 +195,8 @@ def _forward(
             _taken(query, rows), _taken(key, part.keys), _taken(value, part.keys), part, scale
         )  # fmt: skip
         both = torch.logaddexp(_taken(lse, rows, 1), of_part)
-        _put(out, rows, _mixed(_taken(out, rows), some, _share(of_part, both)))
+        share, before = _share(of_part, both), _taken(out, rows)
+        _put(out, rows, torch.lerp(before.to(share.dtype), some.to(share.dtype), share).to(out.dtype))
         _put(lse, rows, both, 1)
     if sinks is not None:
         both = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(1))
@@ -233,7 +206,7 @@ def _forward(
 
 def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
-    scale: float, parts: list[KernelCall], kernel: Kernel,
+    scale: float, parts: list[KernelCall], kernel: Flash,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Returns the gradients of query, key, value and sinks from the output's; parts are summed in float32."""
 
@@ -278,8 +251,3 @@ def _put(x: Tensor, rows: Rows, values: Tensor, dim: int = 0) -> None:
 def _share(part: Tensor, whole: Tensor) -> Tensor:
     """Returns a part's share `[T,H,1]` of the softmax weights, from log-sum-exps `[H,T]`."""
     return torch.exp(part - whole).T.unsqueeze(2)
-
-
-def _mixed(one: Tensor, other: Tensor, share: Tensor) -> Tensor:
-    """Interpolates with `share` of the other, in the precision of `share`; returns the dtype of `one`."""
-    return torch.lerp(one.to(share.dtype), other.to(share.dtype), share).to(one.dtype)

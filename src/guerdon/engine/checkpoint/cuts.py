@@ -52,15 +52,18 @@ class Cuts:
         if normalizers is None or pre_tokenizers is None:
             return None
         has_spaces = not any(step.get("pattern") == {"String": " "} for step in normalizers)
+        # BertNormalizer writes spaces of its own around Chinese characters.
+        strips = any(step["type"] == "BertNormalizer" for step in normalizers)
         splits = any(_splits(step, has_spaces) for step in pre_tokenizers)
-        added = tokenizer.get_added_tokens_decoder().values()
-        tokens = [token.content for token in added] if splits else tokenizer.get_vocab()
+        contents = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+        tokens = contents if splits else tokenizer.get_vocab()
         is_local = (
             all(_is_local_normalizer(step, pre_tokenizers, has_spaces) for step in normalizers)
             and all(_is_local_pre_tokenizer(step, has_spaces) for step in pre_tokenizers)
             and _is_local_model(tokenizer.model, splits)
             and (splits or (not has_spaces and tokenizer.token_to_id("▁") is not None))
-            and not any(_meets_cuts(token.content, normalizers) for token in added)
+            and not any(strips and text != text.strip() for text in contents)
+            and not any(text[:1].isalnum() or text[-1:].isalnum() for text in contents)
             and not any(_BEYOND.search(token) for token in tokens)
         )
         return cls(any(step["type"] == "Prepend" for step in normalizers)) if is_local else None
@@ -72,7 +75,13 @@ class Cuts:
         """
         start, end = 0, len(text)
         while end - start > PIECE:
-            cut = _last_cut(text, start, end - PIECE) if from_end else _first_cut(text, start + PIECE, end)
+            # The nearest place between two words, towards the end that is left.
+            cut, find = (end - PIECE, text.rfind) if from_end else (start + PIECE - 1, text.find)
+            while (cut := find(" ", *((start + 1, cut) if from_end else (cut + 1, end)))) >= 0:
+                if 0 < cut < len(text) - 1 and _is_plain(text[cut - 1]) and _is_plain(text[cut + 1]):
+                    break
+            else:
+                cut = start if from_end else end
             begin, stop = (cut, end) if from_end else (start, cut)
             if stop - begin > most:
                 raise Uncut
@@ -83,28 +92,6 @@ class Cuts:
 
     def _part(self, text: str, start: int, end: int) -> str:
         return text[start + (self._drops_space and start > 0) : end]
-
-
-def _first_cut(text: str, start: int, end: int) -> int:
-    """Returns the first cut in `text[start:end]`, `end` if there is none."""
-    at = start - 1
-    while (at := text.find(" ", at + 1, end)) >= 0:
-        if _is_between_words(text, at):
-            return at
-    return end
-
-
-def _last_cut(text: str, start: int, end: int) -> int:
-    """Returns the last cut in `text[start:end]`, `start` if there is none."""
-    at = end
-    while (at := text.rfind(" ", start + 1, at)) >= 0:
-        if _is_between_words(text, at):
-            return at
-    return start
-
-
-def _is_between_words(text: str, at: int) -> bool:
-    return 0 < at < len(text) - 1 and _is_plain(text[at - 1]) and _is_plain(text[at + 1])
 
 
 def _is_plain(character: str) -> bool:
@@ -148,8 +135,10 @@ def _is_local_pre_tokenizer(step: dict[str, Any], has_spaces: bool) -> bool:
         case "Split" if step["pattern"] == {"String": " "}:
             return not has_spaces or (step["behavior"] == "Isolated" and not step["invert"])
         case "Split":
+            # Do not split inside parentheses: they are one alternative.
+            alternatives = re.split(r"\|(?![^()]*\))", step["pattern"].get("Regex", ""))
             is_isolated = step["behavior"] == "Isolated" and not step["invert"]
-            return has_spaces and is_isolated and _is_local_pattern(step["pattern"])
+            return has_spaces and is_isolated and set(alternatives) <= _LOCAL_PATTERNS
         case "Metaspace":
             return step["replacement"] == "▁"
         case "Digits":
@@ -166,18 +155,6 @@ def _splits(step: dict[str, Any], has_spaces: bool) -> bool:
     return has_spaces and (
         step["type"] in _DROPPING or step["type"] == "Split" or (step["type"] == "ByteLevel" and step["use_regex"])
     )
-
-
-def _is_local_pattern(pattern: dict[str, str]) -> bool:
-    # Do not split inside parentheses: they are one alternative.
-    return set(re.split(r"\|(?![^()]*\))", pattern.get("Regex", ""))) <= _LOCAL_PATTERNS
-
-
-def _meets_cuts(added: str, normalizers: list[dict[str, Any]]) -> bool:
-    """Whether a cut may touch an added token or fall inside it."""
-    if any(step["type"] == "BertNormalizer" for step in normalizers) and added != added.strip():
-        return True  # it writes spaces of its own around Chinese characters
-    return added[:1].isalnum() or added[-1:].isalnum()
 
 
 def _is_local_model(model: Any, splits: bool) -> bool:

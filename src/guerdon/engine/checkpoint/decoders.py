@@ -54,23 +54,19 @@ class HeadLayout:
 def load_decoder(checkpoint: StoredCheckpoint, config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> ModelParts:
     """Loads a decoder's trunk and head; raises CheckpointError if a tensor is missing or the head is unknown."""
     layout = find_head(checkpoint, config)
+    pooling: Pooling = "last"  # OpenRLHF and trlX read where the attention mask ends, so at the end of what was sent
+    if layout.kind == "sequence-classification":
+        is_compass = config.model_type == "cohere_compass_text"  # the one decoder whose config names a rule
+        pooling = _COMPASS_POOLING.get(config.pooling, "last_non_pad") if is_compass else "last_non_pad"
     return ModelParts(
         trunk=load_trunk(checkpoint, config, layout, dtype, ranks),
         module=load_head(checkpoint, layout),
         num_outputs=layout.num_outputs,
-        pooling=_pooling(config, layout),
+        pooling=pooling,
         kind=layout.kind,
         per_token=layout.per_token,
         is_process_reward=layout.is_process_reward,
     )
-
-
-def _pooling(config: Any, layout: HeadLayout) -> Pooling:
-    if layout.kind != "sequence-classification":
-        return "last"  # OpenRLHF and trlX read where the attention mask ends, so at the end of what was sent
-    if config.model_type == "cohere_compass_text":  # the one decoder whose config names a rule
-        return _COMPASS_POOLING.get(config.pooling, "last_non_pad")
-    return "last_non_pad"
 
 
 def find_head(checkpoint: StoredCheckpoint, config: Any) -> HeadLayout:
@@ -92,8 +88,11 @@ def find_head(checkpoint: StoredCheckpoint, config: Any) -> HeadLayout:
 
 
 def _layout(checkpoint: StoredCheckpoint, config: Any, architecture: str, prefix: str, names: set[str]) -> HeadLayout:
-    layers = next((ls for ls in (LINEAR, SUMMARY, MLP) if _matches(names, ls)), None)
-    if layers is None:
+    for layers in (LINEAR, SUMMARY, MLP):
+        weights = {f"{layer}weight" for layer in layers}
+        if weights <= names <= weights | {f"{layer}bias" for layer in layers}:
+            break
+    else:
         raise CheckpointError(
             f"the head {prefix} of {checkpoint.folder} is of an unknown form: {', '.join(sorted(names)[:4])}",
             "a linear layer, or two with a ReLU between them, can be served; wrap another in module:function",
@@ -118,18 +117,9 @@ def _layout(checkpoint: StoredCheckpoint, config: Any, architecture: str, prefix
             f"{prefix} has {num_outputs} outputs, config.json says {config.num_labels} labels",
             "correct id2label (or num_labels) in config.json",
         )
-    if is_process_reward:
-        kind = "process-reward"
-    elif is_token_classifier:
-        kind = "token-classification"
-    else:
-        kind = "sequence-classification" if architecture.endswith("ForSequenceClassification") else "value-head"
+    kind = "sequence-classification" if architecture.endswith("ForSequenceClassification") else "value-head"
+    kind = "process-reward" if is_process_reward else "token-classification" if is_token_classifier else kind
     return HeadLayout(prefix, layers, num_outputs, per_token, is_process_reward, kind)
-
-
-def _matches(names: set[str], layers: tuple[str, ...]) -> bool:
-    weights = {f"{layer}weight" for layer in layers}
-    return weights <= names <= weights | {f"{layer}bias" for layer in layers}
 
 
 def load_head(checkpoint: StoredCheckpoint, layout: HeadLayout) -> nn.Module:

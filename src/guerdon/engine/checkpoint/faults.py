@@ -26,7 +26,7 @@ _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapp
 
 
 @dataclass(frozen=True)
-class Layout:
+class ForeignLayout:
     """Files that transformers cannot load: patterns, descriptions and remedies.
 
     `patterns` are globs in the given folder. `{found}` in `what` and `remedy` is the file or folder that matched,
@@ -39,87 +39,89 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout(
+    ForeignLayout(
         "an unfinished download, {found}",
         ("*.incomplete", "../../blobs/*.incomplete", ".cache/huggingface/download/**/*.incomplete", "*.aria2", "*.part",
          "*.crdownload"),
         "run the same download again, which finishes it",
     ),
-    Layout(
+    ForeignLayout(
         "the parts of verl's FSDP ranks, {found}",
         ("model_world_size_*_rank_*.pt", "../model_world_size_*_rank_*.pt", "*/model_world_size_*_rank_*.pt"),
         "merge them: python -m verl.model_merger merge --backend fsdp --local_dir {inside} --target_dir OUT",
     ),
-    Layout(
+    ForeignLayout(
         "the parts of verl's Megatron ranks, {found}",
         ("dist_ckpt/*.distcp", "../dist_ckpt/*.distcp", "*/dist_ckpt/*.distcp"),
         "merge them: python -m verl.model_merger merge --backend megatron --local_dir {inside}/.. --target_dir OUT",
     ),
-    Layout(
+    ForeignLayout(
         "the parts of DeepSpeed's ranks, {found}",
         ("*zero_pp_rank_*", "mp_rank_*_model_states.pt"),
         "in the folder above it: python zero_to_fp32.py . OUT --safe_serialization; then copy config.json and the "
         "tokenizer to OUT",
     ),
-    Layout(
+    ForeignLayout(
         "the parts of DeepSpeed's ranks, {found}",
         ("global_step[0-9]*/*zero_pp_rank_*", "global_step[0-9]*/mp_rank_*", "*/global_step[0-9]*/mp_rank_*",
          "*/global_step[0-9]*/*zero_pp_rank_*", "zero_to_fp32.py"),
         "in the folder with zero_to_fp32.py: python zero_to_fp32.py . OUT --safe_serialization; then copy config.json "
         "and the tokenizer to OUT",
     ),
-    Layout(
+    ForeignLayout(
         "the parts of accelerate's FSDP ranks, {found}",
         ("pytorch_model_fsdp_[0-9]*/*.distcp", "*/pytorch_model_fsdp_[0-9]*/*.distcp"),
         "merge them: accelerate merge-weights {inside} OUT; then copy config.json and the tokenizer to OUT",
     ),
-    Layout(
+    ForeignLayout(
         "a checkpoint of NeMo, {found}",
         ("*.nemo", "model_weights", "context/model.yaml", "../context/model.yaml"),
         "export it to Hugging Face's format with NeMo: llm.export_ckpt, or its scripts/checkpoint_converters",
     ),
-    Layout(
+    ForeignLayout(
         "a checkpoint of Megatron, {found}",
         ("latest_checkpointed_iteration.txt", "../latest_checkpointed_iteration.txt", "mp_rank_*",
          "iter_[0-9]*/mp_rank_*", "iter_[0-9]*/*.distcp", "iter_[0-9]*", "common.pt"),
         "convert it to Hugging Face's format: AutoBridge.export_ckpt of Megatron Bridge, or "
         "tools/convert_torch_dist_to_hf.py of slime",
     ),
-    Layout(
+    ForeignLayout(
         "parts of torch.distributed.checkpoint, {found}",
         ("*.distcp", "*/*.distcp", "*/*/*.distcp", ".metadata"),
         "join them: python -m torch.distributed.checkpoint.format_utils dcp_to_torch {inside} OUT/pytorch_model.bin, "
         "or the trainer's own converter (NeMo RL: examples/converters/convert_dcp_to_hf.py)",
     ),
-    Layout(
+    ForeignLayout(
         "one file for each rank, {found}",
         ("*_rank_[0-9]*", "*_rank[0-9]*", "rank[0-9]*", "rank_[0-9]*"),
         "save the model again in whole, gathered from all ranks (FSDP: a full state dict)",
     ),
-    Layout(
+    ForeignLayout(
         "Meta's or Mistral's own format, {found}",
         ("consolidated*",),
         "take the files of transformers' format (model*.safetensors and config.json) from the same place",
     ),
-    Layout(
+    ForeignLayout(
         "a GGUF file, {found}",
         ("*.gguf",),
         "`guerdon convert {inside}/{found} FOLDER` writes a folder that can be served",
     ),
-    Layout(
+    ForeignLayout(
         "the weights of another framework, {found}",
         ("tf_model.h5", "flax_model.msgpack", "*.onnx", "onnx/*.onnx", "*.ckpt.index", "*.mlmodel", "*.msgpack"),
         "load it with transformers' PyTorch class and save that: save_pretrained writes model.safetensors",
     ),
-    Layout(
+    ForeignLayout(
         "a file that may hold more than weights, {found}",
         ("*.ckpt", "*.pth"),
         "save its state dict alone, as model.safetensors",
     ),
-    Layout("an archive, {found}", ("*.tar.gz", "*.tgz", "*.tar", "*.zip"), "unpack it and give the folder inside"),
-    Layout("a diffusion pipeline, {found}", ("model_index.json",), "give the folder of a reward model"),
-    Layout("an adapter without its adapter_config.json, {found}", ("adapter_model.*",), "copy that file, too"),
-    Layout(
+    ForeignLayout(
+        "an archive, {found}", ("*.tar.gz", "*.tgz", "*.tar", "*.zip"), "unpack it and give the folder inside"
+    ),
+    ForeignLayout("a diffusion pipeline, {found}", ("model_index.json",), "give the folder of a reward model"),
+    ForeignLayout("an adapter without its adapter_config.json, {found}", ("adapter_model.*",), "copy that file, too"),
+    ForeignLayout(
         "a checkpoint in a folder inside, {found}",
         ("*/config.json", "*/adapter_config.json", "*/*/config.json", "*/*/adapter_config.json",
          "checkpoints/*/policy/*config.json"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,22 +11,16 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, GenerationC
 
 from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.engine.checkpoint.encoders import SEQUENCE_HEADS
-from guerdon.engine.checkpoint.merging import merge_adapter
-from guerdon.engine.checkpoint.model_config import find_max_length, find_pad, read_config
-from guerdon.engine.checkpoint.placement import check_memory, dtype_name, pick_device, pick_dtype
-from guerdon.engine.checkpoint.sharding import loading_on, place
-from guerdon.engine.checkpoint.stored import open_checkpoint
+from guerdon.engine.checkpoint.loading import loading_on, place
+from guerdon.engine.checkpoint.model_config import NO_LANGUAGE_MODEL, find_max_length, find_pad
+from guerdon.engine.checkpoint.placement import dtype_name
 from guerdon.engine.checkpoint.tokenizer_files import load_tokenizer
 from guerdon.engine.checkpoint.weights import LoadedTrunk, build_model
 from guerdon.engine.fsdp import fsdp_of
 from guerdon.engine.heads import OutputHead
-from guerdon.engine.host import keep_freed
-from guerdon.engine.products import warn_if_slow
 from guerdon.errors import CheckpointError
 from guerdon.settings.config import LanguageModelConfig
 
-REMEDY = "give the checkpoint of a causal language model"
 log = logging.getLogger(__name__)
 
 
@@ -73,25 +66,17 @@ def load_policy(
     Raises CheckpointError if the checkpoint is missing, incomplete, too large or no causal language model.
     """
     with loading_on(ranks) as loading:
-        device = device or ranks.device or pick_device(config.device)
-        keep_freed(device)
-        dtype = pick_dtype(config.dtype, device)
-        if ranks.is_leader:
-            warn_if_slow(dtype, device)
-        checkpoint = open_checkpoint(config.model, config.revision, config.base)
-        model_config = read_config(checkpoint)
-        if model_config.model_type in SEQUENCE_HEADS:
-            raise CheckpointError(
-                f"{checkpoint.folder} holds an encoder ({model_config.model_type}), which generates no text", REMEDY
-            )
-        _refuse_classifier(model_config, checkpoint.folder)
-        check_memory(checkpoint, dtype, device, moment_bytes, with_copy=moment_bytes is not None, ranks=ranks)
-        # After the check, so that no rank counts memory that its neighbours have allocated for theirs.
-        loading.compare(checkpoint, dtype, config)
-        checkpoint = merge_adapter(checkpoint, for_text=True)
-        model_config = read_config(checkpoint)
+        with_copy = moment_bytes is not None
+        opened = loading.open(config, device, moment_bytes, for_text=True, with_copy=with_copy)
+        checkpoint, model_config, device, dtype = opened
         tokenizer, proofs = load_tokenizer(checkpoint.text_folder, warns=ranks.is_leader)
-        generation = _generation_config(checkpoint.generation_file)
+        generation, path = None, checkpoint.generation_file
+        if path.is_file():
+            try:
+                generation = GenerationConfig.from_pretrained(path.parent)
+            except (OSError, ValueError, TypeError) as e:
+                remedy = "copy it again from where the checkpoint came"
+                raise CheckpointError(f"{path} cannot be read: {e}", remedy) from e
         model = build_model(
             MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)], model_config, checkpoint.tensors, dtype, ranks
         )
@@ -99,8 +84,15 @@ def load_policy(
         version = loading.weights_version(checkpoint, config.model)
     if generation is not None:
         model.generation_config = generation
-    trunk = _trunk(model)
-    prefix = next(name for name, child in model.named_children() if child is trunk) + "."
+    # Not `base_model`: that of some classes is another module, or themselves.
+    base_class = MODEL_MAPPING[type(model.config)]
+    named = next((pair for pair in model.named_children() if isinstance(pair[1], base_class)), None)
+    if named is None:
+        raise CheckpointError(
+            f"a {type(model).__name__} does not contain the {base_class.__name__} that its logits are computed from",
+            NO_LANGUAGE_MODEL,
+        )
+    prefix, trunk = f"{named[0]}.", named[1]
     summed: frozenset[str] = getattr(model, "summed_over_tensor_ranks", frozenset())
     fsdp = fsdp_of(model, ranks)
     vocab_size = model.get_input_embeddings().num_embeddings
@@ -132,35 +124,6 @@ def load_policy(
         fsdp=fsdp,
         summed_over_tensor_ranks=frozenset(name.removeprefix(prefix) for name in summed if name.startswith(prefix)),
     )
-
-
-def _refuse_classifier(model_config: Any, folder: Path) -> None:
-    """Raises CheckpointError for a reward model, which has a head of its own in place of the language model's."""
-    architecture = (model_config.architectures or [""])[0]
-    if architecture.endswith(("ForSequenceClassification", "ForTokenClassification", "ForRewardModel")):
-        raise CheckpointError(
-            f"{folder} holds a {architecture}, which has a head for rewards and none for the next token", REMEDY
-        )
-
-
-def _trunk(model: Any) -> Any:
-    """Returns the child that is the base model; the `base_model` of some classes is another module, or themselves."""
-    base_class = MODEL_MAPPING[type(model.config)]
-    for child in model.children():
-        if isinstance(child, base_class):
-            return child
-    raise CheckpointError(
-        f"a {type(model).__name__} does not contain the {base_class.__name__} that its logits are computed from", REMEDY
-    )
-
-
-def _generation_config(path: Path) -> GenerationConfig | None:
-    if not path.is_file():
-        return None
-    try:
-        return GenerationConfig.from_pretrained(path.parent)
-    except (OSError, ValueError, TypeError) as e:
-        raise CheckpointError(f"{path} cannot be read: {e}", "copy it again from where the checkpoint came") from e
 
 
 def _eos_token_ids(

@@ -211,10 +211,14 @@ def _merge(checkpoint: StoredCheckpoint, base: StoredCheckpoint, config: Any, ta
         trunk = f"{model_class.base_model_prefix}."
         head = {n: t for n, t in own.items() if not n.startswith(trunk) and saved & set(n.split(".")[:-1])}
         tensors |= head
-        changed = _settings_for(checkpoint, model_class, {name: tensor.shape[0] for name, tensor in head.items()})
-        if "num_labels" in changed:
+        labels = [head[f"{layer}.weight"].shape[0] for layer in LAST_LAYERS if f"{layer}.weight" in head]
+        if labels:
             settings = {name: value for name, value in settings.items() if name not in ("id2label", "label2id")}
-        settings |= changed
+            settings |= {"architectures": [model_class.__name__], "num_labels": labels[-1]}
+        tokenizer, _ = load_tokenizer(checkpoint.folder, warns=False)
+        if tokenizer is not None and tokenizer.pad_token_id is not None:
+            # TRL gives its model the tokenizer's padding token, and saves that of an adapter only with the tokenizer.
+            settings["pad_token_id"] = tokenizer.pad_token_id
     made = dataclasses.replace(base, settings=settings, tensors=tensors)
     try:
         model = build_model(model_class, read_config(made), tensors, torch.float32)
@@ -229,19 +233,6 @@ def _merge(checkpoint: StoredCheckpoint, base: StoredCheckpoint, config: Any, ta
         if isinstance(part, dict):
             part |= changed
     return Merged(settings, model)
-
-
-def _settings_for(checkpoint: StoredCheckpoint, model_class: Any, rows: dict[str, int]) -> dict[str, Any]:
-    """Returns what an adapter for classification changes in its base's config."""
-    settings: dict[str, Any] = {}
-    labels = [rows[f"{layer}.weight"] for layer in LAST_LAYERS if f"{layer}.weight" in rows]
-    if labels:
-        settings |= {"architectures": [model_class.__name__], "num_labels": labels[-1]}
-    tokenizer, _ = load_tokenizer(checkpoint.folder, warns=False)
-    if tokenizer is not None and tokenizer.pad_token_id is not None:
-        # TRL gives its model the tokenizer's padding token, and saves that of an adapter only with the tokenizer.
-        settings["pad_token_id"] = tokenizer.pad_token_id
-    return settings
 
 
 def _merge_critic(checkpoint: StoredCheckpoint, base: StoredCheckpoint, config: Any) -> Merged:
@@ -298,13 +289,25 @@ def _merge_by_peft(checkpoint: StoredCheckpoint, model: Any, config: Any, *, is_
                 if id(parameter) not in own and name.replace(".default", "") in saved
             }
             copies = {name for name in state if ".modules_to_save." in name}  # beside embeddings that were resized
-            _check_complete(checkpoint, learnt & set(report.missing_keys), set(report.unexpected_keys) - copies)
+            missing, strange = learnt & set(report.missing_keys), set(report.unexpected_keys) - copies
+            if missing or strange:
+                raise CheckpointError(
+                    f"the adapter {folder} does not fit {base_folder}: it {'lacks' if missing else 'holds'} "
+                    f"{list_names(name.removeprefix(PREFIX) for name in missing or strange)}",
+                    "give the base model that it was trained on, by --base; or save the adapter again",
+                )
             unmerged = _run(wrapped, probe)
             model = wrapped.merge_and_unload(safe_merge=True).eval()
             if left := [name for name, part in model.named_modules() if type(part).__module__.startswith("peft.")]:
                 raise NotImplementedError(f"it leaves {left[0]} unmerged")
-            if is_resized:
-                _check_new_rows(checkpoint, model)
+            state = model.state_dict() if is_resized else {}
+            if nan := [name for name, x in state.items() if x.is_floating_point() and x.isnan().any()]:
+                raise CheckpointError(
+                    f"the adapter {folder} has more tokens than its base model, and lacks the weights of the new "
+                    f"ones: {list_names(nan)}",
+                    "save it with its embeddings (save_embedding_layers=True), or give the resized base model by "
+                    "--base",
+                )
             merged = _run(model, probe)
     except CheckpointError:
         raise
@@ -323,28 +326,6 @@ def _merge_by_peft(checkpoint: StoredCheckpoint, model: Any, config: Any, *, is_
             "wrap the unmerged model in module:function",
         )
     return model
-
-
-def _check_complete(checkpoint: StoredCheckpoint, missing: set[str], strange: set[str]) -> None:
-    """Raises CheckpointError if the adapter's file lacks a weight, or has one that the model has no place for."""
-    what, names = ("lacks", missing) if missing else ("holds", strange)
-    if names:
-        assert checkpoint.adapter is not None
-        raise CheckpointError(
-            f"the adapter {checkpoint.folder} does not fit {checkpoint.adapter.base.folder}: it {what} "
-            f"{list_names(name.removeprefix(PREFIX) for name in names)}",
-            "give the base model that it was trained on, by --base; or save the adapter again",
-        )
-
-
-def _check_new_rows(checkpoint: StoredCheckpoint, model: Any) -> None:
-    state = model.state_dict()
-    if missing := sorted(name for name, tensor in state.items() if tensor.is_floating_point() and tensor.isnan().any()):
-        raise CheckpointError(
-            f"the adapter {checkpoint.folder} has more tokens than its base model, and lacks the weights of the new "
-            f"ones: {list_names(missing)}",
-            "save it with its embeddings (save_embedding_layers=True), or give the resized base model by --base",
-        )
 
 
 @torch.no_grad()

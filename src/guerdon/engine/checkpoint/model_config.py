@@ -71,7 +71,11 @@ def read_config(checkpoint: StoredCheckpoint) -> Any:
         )
     is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_MAPPING
     architecture = (config.architectures or [""])[0]
-    if model_type not in SEQUENCE_HEADS and (not is_decoder or _is_other_encoder(config, architecture)):
+    # Encoder families also have a causal class; only for these `is_decoder` distinguishes them. Their sequence
+    # classifiers read the first token through layers of their own, whatever the config says.
+    reads_first = architecture.endswith("ForSequenceClassification") or not getattr(config, "is_decoder", False)
+    is_other_encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and reads_first
+    if model_type not in SEQUENCE_HEADS and (not is_decoder or is_other_encoder):
         what = f"{model_type} ({architecture})" if architecture else model_type
         raise CheckpointError(
             f"{folder} holds a {what}, which is neither a causal decoder nor a known encoder",
@@ -80,19 +84,29 @@ def read_config(checkpoint: StoredCheckpoint) -> Any:
     return config
 
 
+NO_LANGUAGE_MODEL = "give the checkpoint of a causal language model"
+
+
+def check_generates(checkpoint: StoredCheckpoint, config: Any) -> None:
+    """Raises CheckpointError for an encoder, and for a reward model, which has a head for rewards and no other."""
+    if config.model_type in SEQUENCE_HEADS:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds an encoder ({config.model_type}), which generates no text", NO_LANGUAGE_MODEL
+        )
+    architecture = (config.architectures or [""])[0]
+    if architecture.endswith(("ForSequenceClassification", "ForTokenClassification", "ForRewardModel")):
+        raise CheckpointError(
+            f"{checkpoint.folder} holds a {architecture}, which has a head for rewards and none for the next token",
+            NO_LANGUAGE_MODEL,
+        )
+
+
 def _find_quantised(settings: dict[str, Any]) -> str:
     """Returns the method by which the config, or a config inside it, says that weights are quantised, else ""."""
     for name in QUANTISED:
         if own := settings.get(name):  # null and {} mean none
             return str(own.get("quant_method", name)) if isinstance(own, dict) else name
     return next(filter(None, (_find_quantised(part) for part in settings.values() if isinstance(part, dict))), "")
-
-
-def _is_other_encoder(config: Any, architecture: str) -> bool:
-    # Encoder families also have a causal class; only for these `is_decoder` distinguishes them. Their sequence
-    # classifiers read the first token through layers of their own, whatever the config says.
-    is_one = architecture.endswith("ForSequenceClassification") or not getattr(config, "is_decoder", False)
-    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and is_one
 
 
 def find_max_length(asked: int | None, trunk: Any) -> int | None:

@@ -34,20 +34,17 @@ class PairTemplate:
         found = set()
         for first, second in _PROBES:
             try:
-                row, types = cls._ask(tokenizer, first, second, add_special_tokens)
+                if tokenizer.is_fast:  # asks the pipeline, which a call of some classes would change
+                    backend, has_types = tokenizer.backend_tokenizer, "token_type_ids" in tokenizer.model_input_names
+                    (made,) = backend.encode_batch([(first, second)], add_special_tokens=add_special_tokens)
+                    row, types = made.ids, made.type_ids if has_types else None
+                else:
+                    made = tokenizer(first, second, add_special_tokens=add_special_tokens)
+                    row, types = made["input_ids"], made.get("token_type_ids")
             except (TypeError, ValueError, NotImplementedError):  # it takes no pairs
                 return None
             found.add(cls._read(row, types, encode(first), encode(second)))
         return found.pop() if len(found) == 1 else None
-
-    @staticmethod
-    def _ask(tokenizer: Any, first: str, second: str, adds: bool) -> tuple[list[int], list[int] | None]:
-        """Returns a pair's ids and token types; asks the pipeline, which a call of some classes would change."""
-        if not tokenizer.is_fast:
-            made = tokenizer(first, second, add_special_tokens=adds)
-            return made["input_ids"], made.get("token_type_ids")
-        (row,) = tokenizer.backend_tokenizer.encode_batch([(first, second)], add_special_tokens=adds)
-        return row.ids, row.type_ids if "token_type_ids" in tokenizer.model_input_names else None
 
     @classmethod
     def _read(cls, row: list[int], types: list[int] | None, first: list[int], second: list[int]) -> PairTemplate | None:

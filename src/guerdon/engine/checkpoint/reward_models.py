@@ -7,7 +7,6 @@ import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,17 +16,14 @@ from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoint.decoders import load_decoder
 from guerdon.engine.checkpoint.encoders import SEQUENCE_HEADS, load_encoder
-from guerdon.engine.checkpoint.merging import merge_adapter
-from guerdon.engine.checkpoint.model_config import find_eos, find_max_length, find_own_pad, find_pad, read_config
-from guerdon.engine.checkpoint.placement import check_memory, dtype_name, pick_device, pick_dtype
-from guerdon.engine.checkpoint.sharding import RankLoading, loading_on, place
-from guerdon.engine.checkpoint.stored import StoredCheckpoint, open_checkpoint
+from guerdon.engine.checkpoint.loading import loading_on, place
+from guerdon.engine.checkpoint.model_config import find_eos, find_max_length, find_own_pad, find_pad
+from guerdon.engine.checkpoint.placement import dtype_name
+from guerdon.engine.checkpoint.stored import StoredCheckpoint
 from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.engine.checkpoint.weights import LoadedTrunk, ModelParts
 from guerdon.engine.fsdp import fsdp_of
-from guerdon.engine.heads import Head, StepRule
-from guerdon.engine.host import keep_freed
-from guerdon.engine.products import warn_if_slow
+from guerdon.engine.heads import RewardHead, StepRule
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ModelConfig
 
@@ -45,7 +41,7 @@ class LoadedModel(LoadedTrunk):
     `encoder` is None if the checkpoint has no tokenizer.
     """
 
-    head: Head
+    head: RewardHead
     encoder: TextEncoder | None
     config: ModelConfig
 
@@ -68,64 +64,42 @@ def load_reward_model(
     """
     ranks = ranks if trains else ranks.frozen()
     with loading_on(ranks) as loading:
-        loaded = _load(config, device, moment_bytes, ranks, loading)
-    if ranks.is_leader and not trains:
-        _warn_if_pad_is_eos(loaded)
-    return loaded
-
-
-def _warn_if_pad_is_eos(loaded: LoadedModel) -> None:
-    head, own = loaded.head, getattr(loaded.trunk.config.get_text_config(), "eos_token_id", None)
-    eos_token_ids = {head.eos_token_id, *(own if isinstance(own, list) else [own])}
-    if loaded.config.pooling == "auto" and head.pooling == "last_non_pad" and head.pad_token_id in eos_token_ids:
+        opened = loading.open(config, device, moment_bytes, for_text=False)
+        checkpoint, model_config, device, dtype = opened
+        encoder = TextEncoder.load(checkpoint.text_folder, warns=ranks.is_leader)
+        causal = model_config.model_type not in SEQUENCE_HEADS
+        parts = (load_decoder if causal else load_encoder)(checkpoint, model_config, dtype, ranks)
+        eos_token_id = find_eos(model_config, encoder)
+        vocab_size = parts.trunk.get_input_embeddings().num_embeddings
+        head = _head(config, checkpoint, parts, encoder, eos_token_id, find_own_pad(model_config, vocab_size))
+        trunk = place(parts.trunk, device, ranks).eval()
+        trunk.config.use_cache = False
+        version = loading.weights_version(checkpoint, config.model)
+        info = describe(config, version, parts, encoder, eos_token_id, dtype, device, head)
+        loaded = LoadedModel(
+            trunk=trunk,
+            head=head.to(device),
+            encoder=encoder,
+            causal=causal,
+            info=info,
+            origin=checkpoint.origin,
+            pad_token_id=find_pad(model_config, encoder, vocab_size),
+            config=config,
+            ranks=ranks,
+            fsdp=fsdp_of(trunk, ranks),
+            summed_over_tensor_ranks=getattr(trunk, "summed_over_tensor_ranks", frozenset()),
+        )
+    own = getattr(trunk.config.get_text_config(), "eos_token_id", None)
+    is_eos = head.pad_token_id in {eos_token_id, *(own if isinstance(own, list) else [own])}
+    if ranks.is_leader and not trains and config.pooling == "auto" and head.pooling == "last_non_pad" and is_eos:
         log.warning(
             "%s: the pad token of %s is an EOS (%d), so the reward of a sequence that ends in it is read before it, "
             "as transformers does; --pooling last reads it at the EOS",
-            loaded.info.name,
-            loaded.config.model,
+            info.name,
+            config.model,
             head.pad_token_id,
         )
-
-
-def _load(
-    config: ModelConfig, device: torch.device | None, moment_bytes: int | None, ranks: Ranks, loading: RankLoading
-) -> LoadedModel:
-    device = device or ranks.device or pick_device(config.device)
-    keep_freed(device)
-    dtype = pick_dtype(config.dtype, device)
-    if ranks.is_leader:
-        warn_if_slow(dtype, device)
-    checkpoint = open_checkpoint(config.model, config.revision, config.base)
-    model_config = read_config(checkpoint)
-    check_memory(checkpoint, dtype, device, moment_bytes, ranks=ranks)
-    # After the check, so that no rank counts memory that its neighbours have allocated for theirs.
-    loading.compare(checkpoint, dtype, config)
-    checkpoint = merge_adapter(checkpoint, for_text=False)
-    model_config = read_config(checkpoint)
-    encoder = TextEncoder.load(checkpoint.text_folder, warns=ranks.is_leader)
-    causal = model_config.model_type not in SEQUENCE_HEADS
-    parts = (load_decoder if causal else load_encoder)(checkpoint, model_config, dtype, ranks)
-    eos_token_id = find_eos(model_config, encoder)
-    vocab_size = parts.trunk.get_input_embeddings().num_embeddings
-    own_pad = find_own_pad(model_config, vocab_size)
-    head = _head(config, checkpoint, parts, encoder, eos_token_id, own_pad)
-    trunk = place(parts.trunk, device, ranks).eval()
-    trunk.config.use_cache = False
-    version = loading.weights_version(checkpoint, config.model)
-    info = describe(config, checkpoint, version, parts, encoder, eos_token_id, dtype, device, head)
-    return LoadedModel(
-        trunk=trunk,
-        head=head.to(device),
-        encoder=encoder,
-        causal=causal,
-        info=info,
-        origin=checkpoint.origin,
-        pad_token_id=find_pad(model_config, encoder, vocab_size),
-        config=config,
-        ranks=ranks,
-        fsdp=fsdp_of(trunk, ranks),
-        summed_over_tensor_ranks=getattr(trunk, "summed_over_tensor_ranks", frozenset()),
-    )
+    return loaded
 
 
 def _head(
@@ -135,15 +109,14 @@ def _head(
     encoder: TextEncoder | None,
     eos_token_id: int | None,
     pad_token_id: int | None,
-) -> Head:
+) -> RewardHead:
     weights = None
     if config.attribute_weights is not None:
         weights = np.array(config.attribute_weights, dtype=np.float64)
         if len(weights) != parts.num_outputs or parts.is_process_reward:
             count = "no attributes" if parts.is_process_reward else f"{parts.num_outputs} outputs"
             raise ConfigError(
-                f"attribute_weights has {len(weights)} numbers, the model has {count}",
-                "give one weight per output",
+                f"attribute_weights has {len(weights)} numbers, the model has {count}", "give one weight per output"
             )
     pooling = parts.pooling if config.pooling == "auto" else config.pooling
     if pooling == "last_non_pad" and pad_token_id is None:
@@ -155,7 +128,15 @@ def _head(
         pooling = "last"
     if pooling == "first_eos" and eos_token_id is None:
         raise ConfigError("pooling first_eos needs an EOS token, and the checkpoint names none", "use --pooling last")
-    mean, std = _standardisation(config, checkpoint.settings)
+    # OpenRLHF writes mean and std into every checkpoint it evaluates, but its server does not normalise unless told to.
+    # So they apply only if the checkpoint says so (normalize_reward) or the settings have them.
+    own = checkpoint.settings if checkpoint.settings.get("normalize_reward") else {}
+    mean = config.mean if config.mean is not None else float(own.get("mean", 0.0))
+    std = config.std if config.std is not None else float(own.get("std", 1.0))
+    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        raise ConfigError(
+            f"mean {mean} and std {std} cannot standardise a reward", "give a finite mean and a positive std"
+        )
     if not config.merge_attributes and (weights is not None or (mean, std) != (0, 1)):
         raise ConfigError(
             "merge_attributes is off, so attribute_weights, mean and std have no merged reward to apply to",
@@ -166,7 +147,18 @@ def _head(
             f"step_separator is {config.step_separator!r}, and this checkpoint gives no step rewards",
             "leave it out; a process reward model has two labels for every token",
         )
-    return Head(
+    steps = None
+    if parts.is_process_reward:
+        separator = config.step_separator
+        if separator is None:
+            separator = QWEN_SEPARATOR if encoder and encoder.has_token(QWEN_SEPARATOR) else TRL_SEPARATOR
+        ids = encoder.separator_ids(separator) if encoder else ()
+        if encoder and not ids:
+            raise ConfigError(
+                f"the step separator {separator!r} has no tokens", "set --step-separator to a text that has tokens"
+            )
+        steps = StepRule(separator, ids, config.step_reduction)
+    return RewardHead(
         parts.module,
         parts.num_outputs,
         pooling,
@@ -174,46 +166,17 @@ def _head(
         weights=weights,
         mean=mean,
         std=std,
-        steps=_step_rule(config, encoder) if parts.is_process_reward else None,
+        steps=steps,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
     )
-
-
-def _standardisation(config: ModelConfig, settings: dict[str, Any]) -> tuple[float, float]:
-    # OpenRLHF writes mean and std into every checkpoint it evaluates, but its server does not normalise unless told to.
-    # So they apply only if the checkpoint says so (normalize_reward) or the settings have them.
-    own = settings if settings.get("normalize_reward") else {}
-    mean = config.mean if config.mean is not None else float(own.get("mean", 0.0))
-    std = config.std if config.std is not None else float(own.get("std", 1.0))
-    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
-        raise ConfigError(
-            f"mean {mean} and std {std} cannot standardise a reward", "give a finite mean and a positive std"
-        )
-    return mean, std
-
-
-def _step_rule(config: ModelConfig, encoder: TextEncoder | None) -> StepRule:
-    separator = config.step_separator
-    if separator is None:
-        separator = QWEN_SEPARATOR if encoder and encoder.has_token(QWEN_SEPARATOR) else TRL_SEPARATOR
-    ids = encoder.separator_ids(separator) if encoder else ()
-    if encoder and not ids:
-        raise ConfigError(
-            f"the step separator {separator!r} has no tokens", "set --step-separator to a text that has tokens"
-        )
-    return StepRule(separator, ids, config.step_reduction)
 
 
 # ------------------------------------------------------------------------------------------------ critics
 
 
 def load_critic(
-    config: ModelConfig,
-    device: torch.device | None = None,
-    *,
-    moment_bytes: int | None = None,
-    ranks: Ranks = ALONE,
+    config: ModelConfig, device: torch.device | None = None, *, moment_bytes: int | None = None, ranks: Ranks = ALONE
 ) -> LoadedModel:
     """Loads a reward model as a critic, which gives one value for each token and can be trained.
 
@@ -228,27 +191,18 @@ def load_critic(
         raise CheckpointError(f"{config.model} is an encoder: a token's value would depend on later tokens", STARTS)
     if loaded.head.steps is not None:
         raise CheckpointError(f"{config.model} is a process reward model, whose outputs are probabilities", STARTS)
-    head = _value_head(loaded.head)
+    head = loaded.head
+    if head.num_outputs > 1 or head.weights[0] != 1.0:
+        with torch.no_grad():  # merges the last linear layer's outputs into one by their weights
+            last = [layer for layer in head.module.modules() if isinstance(layer, nn.Linear)][-1]
+            by = torch.from_numpy(head.weights).to(last.weight.device)[None]
+            last.weight = nn.Parameter((by @ last.weight.double()).float())
+            if last.bias is not None:
+                last.bias = nn.Parameter((by @ last.bias.double()).float())
+            last.out_features = 1
+    head = RewardHead(head.module, 1, "last", per_token=True, mean=head.mean, std=head.std)
     info = dataclasses.replace(loaded.info, outputs=("values",), attribute_names=(), pooling="")
     return dataclasses.replace(loaded, head=head, info=info, trains=True)
-
-
-@torch.no_grad()
-def _value_head(head: Head) -> Head:
-    """Returns the head as one for every token, its outputs merged into one by their weights."""
-    if head.num_outputs > 1 or head.weights[0] != 1.0:
-        _merge(head.module, head.weights)
-    return Head(head.module, 1, "last", per_token=True, mean=head.mean, std=head.std)
-
-
-def _merge(module: nn.Module, weights: np.ndarray) -> None:
-    """Replaces the last linear layer's outputs by their sum weighted by `weights` (float64 `[A]`)."""
-    last = [layer for layer in module.modules() if isinstance(layer, nn.Linear)][-1]
-    by = torch.from_numpy(weights).to(last.weight.device)[None]
-    last.weight = nn.Parameter((by @ last.weight.double()).float())
-    if last.bias is not None:
-        last.bias = nn.Parameter((by @ last.bias.double()).float())
-    last.out_features = 1
 
 
 # ------------------------------------------------------------------------------------ the description of a model
@@ -256,14 +210,13 @@ def _merge(module: nn.Module, weights: np.ndarray) -> None:
 
 def describe(
     config: ModelConfig,
-    checkpoint: StoredCheckpoint,
     weights_version: str,
     parts: ModelParts,
     encoder: TextEncoder | None,
     eos_token_id: int | None,
     dtype: torch.dtype,
     device: torch.device,
-    head: Head,
+    head: RewardHead,
 ) -> ModelInfo:
     """Returns what clients and transports need to know; raises ConfigError if `max_length` exceeds the model's."""
     several = parts.num_outputs > 1 and not parts.is_process_reward

@@ -32,15 +32,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 HEAD_FILE = "value_head.safetensors"
 """The head of a critic that guerdon has trained with adapters."""
 _TEXTS = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "*.model",
-    "chat_template*",
+    "tokenizer*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "*.model", "chat_template*",
     "additional_chat_templates/*",
-)
+)  # fmt: skip
+_AGAIN = "copy it again from where the checkpoint came"
 FLOATS = ("F64", "F32", "F16", "BF16", "F8")
 """Starts of safetensors' dtypes for weights that are not packed."""
 MIB = 1 << 20
@@ -237,7 +232,11 @@ def find_texts(folder: Path) -> set[Path]:
 def find_files(folder: Path) -> Files:
     """Returns the files of a model or an adapter; raises CheckpointError if one is missing or no whole file."""
     is_adapter = _is_there(folder / ADAPTER_CONFIG)
-    weights = _adapter_files(folder) if is_adapter else _weight_files(folder)
+    weights = _named_files(folder, ADAPTER_WEIGHTS) if is_adapter else _weight_files(folder)
+    if not weights:
+        remedy = "copy it there: adapter_config.json alone is no adapter"
+        faults.raise_lacking(folder, " or ".join(ADAPTER_WEIGHTS), remedy)
+    weights += [path for path in [folder / HEAD_FILE] if is_adapter and path.is_file()]
     texts = {path for path in find_texts(folder) if path.is_file() or path.is_symlink()}
     if is_adapter:
         texts -= set(weights)
@@ -301,27 +300,22 @@ def _open_adapter(folder: Path, base: str | None, above: tuple[Path, ...]) -> St
     head = open_safetensors(folder / HEAD_FILE) if (folder / HEAD_FILE).exists() else {}
     facts = read_settings(folder / "trainer.json") if head else {}
     tensors = _open_files(path for path in files.weights if path.name != HEAD_FILE)
-    under = _open_base(folder, base, settings, above)
+    named = base or settings.get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        raise CheckpointError(f"{folder / ADAPTER_CONFIG} names no base model", "give it: --base FOLDER")
+    beside = folder / Path(named).expanduser()
+    named = str(beside) if not Path(named).expanduser().is_dir() and beside.is_dir() else named
+    try:
+        under = open_checkpoint(named, None if base else settings.get("revision"), above=above)
+    except CheckpointError as e:
+        raise CheckpointError(
+            f"the base model of the adapter {folder} cannot be loaded: {e}", f"{e.help}; or give another by --base"
+        ) from e
     digested = {name: value for name, value in settings.items() if name not in _NOT_DIGESTED}
     digested |= {name: facts[name] for name in ("mean", "std") if name in facts}
     sample = _joined(under.sample, files.sample(digested))
     adapter = StoredAdapter(settings, tensors, under, head, facts)
     return StoredCheckpoint(folder, under.settings, under.tensors, sample, files, digested, adapter)
-
-
-def _open_base(folder: Path, base: str | None, settings: dict[str, Any], above: tuple[Path, ...]) -> StoredCheckpoint:
-    """Opens the base model that is given, else the one that the adapter's own file names."""
-    name = base or settings.get("base_model_name_or_path")
-    if not isinstance(name, str) or not name:
-        raise CheckpointError(f"{folder / ADAPTER_CONFIG} names no base model", "give it: --base FOLDER")
-    beside = folder / Path(name).expanduser()
-    name = str(beside) if not Path(name).expanduser().is_dir() and beside.is_dir() else name
-    try:
-        return open_checkpoint(name, None if base else settings.get("revision"), above=above)
-    except CheckpointError as e:
-        raise CheckpointError(
-            f"the base model of the adapter {folder} cannot be loaded: {e}", f"{e.help}; or give another by --base"
-        ) from e
 
 
 def _open_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:
@@ -391,9 +385,9 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as e:
-        raise CheckpointError(f"{path} is not valid JSON: {e}", "copy it again from where the checkpoint came") from e
+        raise CheckpointError(f"{path} is not valid JSON: {e}", _AGAIN) from e
     if not isinstance(settings, dict):
-        raise CheckpointError(f"{path} is not a JSON object", "copy it again from where the checkpoint came")
+        raise CheckpointError(f"{path} is not a JSON object", _AGAIN)
     return settings
 
 
@@ -402,19 +396,14 @@ def _weight_files(folder: Path) -> list[Path]:
         return found
     for pattern in ("*.safetensors", "*.bin", "*.pt"):
         found = [path for path in sorted(folder.glob(pattern)) if not NOT_WEIGHTS.search(path.name)]
+        for path in found:
+            if shard := re.fullmatch(r"(.*-)(\d+)(-of-)(\d+)(\.\w+)", path.name):
+                start, number, of, count, end = shard.groups()
+                names = [f"{start}{i:0{len(number)}}{of}{count}{end}" for i in range(1, int(count) + 1)]
+                _check_all_exist(folder, names, f"by the name of {path.name}")
         if found:
-            _check_shards(folder, found)
             return found
     return faults.raise_lacking(folder, "weights", "it needs *.safetensors or *.bin files beside config.json")
-
-
-def _adapter_files(folder: Path) -> list[Path]:
-    found = _named_files(folder, ADAPTER_WEIGHTS)
-    if not found:
-        faults.raise_lacking(
-            folder, " or ".join(ADAPTER_WEIGHTS), "copy it there: adapter_config.json alone is no adapter"
-        )
-    return found + [path for path in [folder / HEAD_FILE] if path.is_file()]
 
 
 def _named_files(folder: Path, names: tuple[str, ...]) -> list[Path]:
@@ -424,35 +413,22 @@ def _named_files(folder: Path, names: tuple[str, ...]) -> list[Path]:
         if _is_there(path):
             return [path]
         if _is_there(index):
-            return _shards(index)
+            faults.check_file(index)
+            try:
+                shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+                # Refuse paths that lead out of the folder.
+                if not shards or any(Path(shard).name != shard for shard in shards):
+                    raise ValueError
+            except (ValueError, KeyError, TypeError, AttributeError) as e:
+                raise CheckpointError(f"{index} is malformed", _AGAIN) from e
+            _check_all_exist(folder, shards, f"that {index.name} names")
+            return [folder / shard for shard in shards]
     return []
-
-
-def _shards(index: Path) -> list[Path]:
-    faults.check_file(index)
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(f"{index} is malformed", "copy it again from where the checkpoint came") from e
-    # Refuse paths that lead out of the folder.
-    if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
-        raise CheckpointError(f"{index} is malformed", "copy it again from where the checkpoint came")
-    _check_all_exist(index.parent, names, f"that {index.name} names")
-    return [index.parent / name for name in names]
 
 
 def _is_there(path: Path) -> bool:
     """Whether there is a file, or a link to one that may be missing."""
     return path.is_file() or path.is_symlink()
-
-
-def _check_shards(folder: Path, found: list[Path]) -> None:
-    """Raises CheckpointError if one of the shards NAME-0000I-of-0000N is missing."""
-    for path in found:
-        if shard := re.fullmatch(r"(.*-)(\d+)(-of-)(\d+)(\.\w+)", path.name):
-            start, number, of, count, end = shard.groups()
-            names = [f"{start}{i:0{len(number)}}{of}{count}{end}" for i in range(1, int(count) + 1)]
-            _check_all_exist(folder, names, f"by the name of {path.name}")
 
 
 def _check_all_exist(folder: Path, names: list[str], why: str) -> None:

@@ -32,7 +32,11 @@ def read_tekken(folder: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     stored = json.loads((folder / TEKKEN).read_text(encoding="utf-8"))
-    specials = _specials(stored)
+    # By id; ids without a token of their own get a filler.
+    listed = stored.get("special_tokens") or [{"rank": i, "token_str": token} for i, token in enumerate(_BEFORE_V7)]
+    by_id = {token["rank"]: token["token_str"] for token in listed}
+    count = stored["config"].get("default_num_special_tokens") or len(listed)
+    specials = [by_id.get(i, f"<SPECIAL_{i}>") for i in range(count)]
     named = {name: token for name, token in _NAMES.items() if token in specials}
     return PreTrainedTokenizerFast(
         tokenizer_object=_convert(stored, specials), chat_template=_template(folder), **named
@@ -42,7 +46,10 @@ def read_tekken(folder: Path) -> Any:
 def _convert(stored: dict[str, Any], specials: list[str]) -> Tokenizer:
     size = stored["config"].get("default_vocab_size") or len(specials) + len(stored["vocab"])
     ranks = {base64.b64decode(x["token_bytes"]): x["rank"] for x in stored["vocab"][: size - len(specials)]}
-    letters = _letters_of_bytes()
+    # The letter that stands for each byte in a byte-level vocabulary, as GPT-2 chose them.
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
     written = {piece: "".join(letters[byte] for byte in piece) for piece in ranks}
     merges = []
     for piece in sorted(ranks, key=ranks.__getitem__):
@@ -67,21 +74,6 @@ def _convert(stored: dict[str, Any], specials: list[str]) -> Tokenizer:
             single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, specials.index(bos))]
         )
     return made
-
-
-def _specials(stored: dict[str, Any]) -> list[str]:
-    """Returns the special tokens by id; ids without a token of their own get a filler."""
-    listed = stored.get("special_tokens") or [{"rank": i, "token_str": token} for i, token in enumerate(_BEFORE_V7)]
-    count = stored["config"].get("default_num_special_tokens") or len(listed)
-    by_id = {token["rank"]: token["token_str"] for token in listed}
-    return [by_id.get(i, f"<SPECIAL_{i}>") for i in range(count)]
-
-
-def _letters_of_bytes() -> dict[int, str]:
-    """Returns the letter that stands for each byte in a byte-level vocabulary, as GPT-2 chose them."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
 def _template(folder: Path) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -64,8 +64,15 @@ class TextEncoder:
             # Set once: fast tokenizers raise if these change while another thread encodes.
             self._fast.no_truncation()
             self._fast.no_padding()
-        self._adds_bos = self._finds_bos()
-        self._around = self._find_around()
+        bos = tokenizer.bos_token_id
+        self._adds_bos = bos is not None and self._ids(["a"], add_special_tokens=True)[0][:1] == [bos]
+        around = []
+        for probe in ("a", "b c d"):
+            (own,), (row,) = self._ids([probe]), self._ids([probe], add_special_tokens=True)
+            starts = [i for i in range(len(row) - len(own) + 1) if row[i : i + len(own)] == own]
+            around.append((row[: starts[0]], row[starts[0] + len(own) :]) if len(starts) == 1 else None)
+        # The special tokens before and after a text, None if the tokenizer adds them elsewhere.
+        self._around = around[0] if around[0] == around[1] else None
         self._cuts = None if self._fast is None else cuts.Cuts.of(self._fast)
         self._plain_pair, self._pair = (
             PairTemplate.of(tokenizer, lambda text: self._ids([text])[0], add_special_tokens=adds)
@@ -446,45 +453,28 @@ class TextEncoder:
     def _surrounded(self, texts: list[str], truncation: Truncation | None) -> ListLike[list[int] | InvalidRequest]:
         """Returns the ids of each text and the special tokens around it, together at most `truncation.max_tokens`."""
         if truncation is None or truncation.max_tokens is None:
-            rows: ListLike[list[int] | InvalidRequest] = self._ids(texts, add_special_tokens=True)
-        else:
-            bound, added = truncation.max_tokens, (self._fast or self._tokenizer).num_special_tokens_to_add(False)
-            rows = [
-                self._cut(text, bound, bound - added, truncation.side)
-                if bound >= added + (1 if text else 0)
-                else _no_room(bound, added)
-                for text in texts
-            ]
-        return [row if isinstance(row, InvalidRequest) else self._without_second_bos(row) for row in rows]
+            return [self._without_second_bos(row) for row in self._ids(texts, add_special_tokens=True)]
+        bound, added = truncation.max_tokens, (self._fast or self._tokenizer).num_special_tokens_to_add(False)
+        rows: list[list[int] | InvalidRequest] = []
+        for text in texts:
+            if bound < added + (1 if text else 0):
+                rows.append(_no_room(bound, added))
+                continue
+            if self._fast is None:
+                with self._lock:
+                    self._tokenizer.truncation_side = truncation.side
+                    ids = self._tokenizer.encode(text, truncation=True, max_length=bound)
+            else:
+                # Not with the tokenizer's own truncation: that is a setting that other threads share.
+                encoding = self._fast.encode(text, add_special_tokens=False)
+                encoding.truncate(bound - added, direction=truncation.side)
+                ids = self._fast.post_process(encoding, add_special_tokens=True).ids
+            rows.append(self._without_second_bos(ids))
+        return rows
 
     def _without_second_bos(self, ids: RowT) -> RowT:
         bos = self._tokenizer.bos_token_id
         return ids[1:] if self._adds_bos and [*ids[:2]] == [bos, bos] else ids
-
-    def _find_around(self) -> tuple[list[int], list[int]] | None:
-        """Returns the special tokens before and after a text, None if the tokenizer adds them elsewhere."""
-        found = []
-        for probe in ("a", "b c d"):
-            (own,), (row,) = self._ids([probe]), self._ids([probe], add_special_tokens=True)
-            starts = [i for i in range(len(row) - len(own) + 1) if row[i : i + len(own)] == own]
-            found.append((row[: starts[0]], row[starts[0] + len(own) :]) if len(starts) == 1 else None)
-        return found[0] if found[0] == found[1] else None
-
-    def _finds_bos(self) -> bool:
-        """Whether the tokenizer adds a BOS before the text."""
-        bos = self._tokenizer.bos_token_id
-        return bos is not None and self._ids(["a"], add_special_tokens=True)[0][:1] == [bos]
-
-    def _cut(self, text: str, bound: int, room: int, side: Literal["left", "right"]) -> list[int]:
-        """Returns at most `bound` ids, of which at most `room` are the text's own."""
-        if self._fast is None:
-            with self._lock:
-                self._tokenizer.truncation_side = side
-                return self._tokenizer.encode(text, truncation=True, max_length=bound)
-        # Not with the tokenizer's own truncation: that is a setting that other threads share.
-        encoding = self._fast.encode(text, add_special_tokens=False)
-        encoding.truncate(room, direction=side)
-        return self._fast.post_process(encoding, add_special_tokens=True).ids
 
     def _render(
         self,

@@ -46,16 +46,13 @@ class TokenTexts:
 
     def _text(self, token: int) -> str:
         if token not in self._alone:
-            self._alone[token] = self._with_spaces(token, self._decode([token]))
+            text = self._decode([token])
+            if self._marker is not None:  # decoders drop spaces where they take them for a sentence's beginning
+                piece = self._fast.id_to_token(token) or ""
+                num_spaces = len(piece) - len(piece.lstrip(self._marker))
+                text = " " * (num_spaces - (len(text) - len(text.lstrip(" ")))) + text
+            self._alone[token] = text
         return self._alone[token]
-
-    def _with_spaces(self, token: int, text: str) -> str:
-        """Returns the text with the spaces that decoders drop where they take it for a sentence's beginning."""
-        if self._marker is None:
-            return text
-        piece = self._fast.id_to_token(token) or ""
-        num_spaces = len(piece) - len(piece.lstrip(self._marker))
-        return " " * (num_spaces - (len(text) - len(text.lstrip(" ")))) + text
 
     def _completed(self, before: list[int], token: int) -> str:
         """Returns the text that the token completes after its predecessors, empty if its character stays open."""

@@ -26,14 +26,8 @@ CONFIG = "tokenizer_config.json"
 OTHERS = (CONFIG, "special_tokens_map.json", "added_tokens.json")
 """Files beside it that declare tokens."""
 VOCABULARIES = (
-    PIPELINE,
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "spm.model",
-    "vocab.json",
-    "vocab.txt",
-)
+    PIPELINE, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model", "vocab.json", "vocab.txt",
+)  # fmt: skip
 TOKENIZER_FILES = (*VOCABULARIES, CONFIG, TEKKEN)
 OBEYING = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer", "GPTNeoXTokenizer")
 """Classes whose config overrules what `tokenizer.json` puts around a text."""
@@ -110,10 +104,17 @@ def _with_pipeline(folder: Path) -> tuple[Any, str]:
     own = pipeline.get_added_tokens_decoder()
     probes = [*PROBES, *(f"a {token.content} b" for _, token in sorted(own.items())[:3])]
     want = _read(pipeline, probes)
-    differing = _count_differing(rebuilt, probes, want)
+    try:
+        differing = sum(ids != other for (ids, _), (other, _) in zip(_read(rebuilt, probes), want, strict=True))
+    except Exception:  # tokenizers raises no other class, such as for an unknown token that the vocabulary lacks
+        differing = len(probes)
     if differing and not note:
         note = f"transformers rebuilds it as {type(tokenizer).__name__}, with other ids for {differing} of them"
-    _add_declared(pipeline, rebuilt, _declared(folder))
+    # Tokens that only the folder's other files declare get the ids that transformers gives them.
+    declared = _declared(folder) - {token.content for token in own.values()}
+    for _, token in sorted(rebuilt.get_added_tokens_decoder().items()):
+        if token.content in declared:
+            (pipeline.add_special_tokens if token.special else pipeline.add_tokens)([token])
     _check_ids(pipeline, own, folder)
     around = _surround(pipeline, tokenizer, folder)
     tokenizer._tokenizer = pipeline
@@ -150,13 +151,6 @@ def _read(backend: Tokenizer, texts: list[str]) -> list[tuple[list[int], str]]:
     return list(zip(rows, backend.decode_batch(rows, skip_special_tokens=False), strict=True))
 
 
-def _count_differing(rebuilt: Tokenizer, probes: list[str], want: list[tuple[list[int], str]]) -> int:
-    try:
-        return sum(ids != other for (ids, _), (other, _) in zip(_read(rebuilt, probes), want, strict=True))
-    except Exception:  # tokenizers raises no other class, such as for an unknown token that the vocabulary lacks
-        return len(probes)
-
-
 def _declared(folder: Path) -> set[str]:
     """Returns every text in the folder's other files, of which some are tokens; a class has more of its own."""
     found: set[str] = set()
@@ -174,14 +168,6 @@ def _declared(folder: Path) -> set[str]:
 
 def _read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def _add_declared(pipeline: Tokenizer, rebuilt: Tokenizer, declared: set[str]) -> None:
-    """Adds tokens that only the folder's other files declare, under the ids that transformers gives them."""
-    own = {token.content for token in pipeline.get_added_tokens_decoder().values()}
-    for _, token in sorted(rebuilt.get_added_tokens_decoder().items()):
-        if token.content in declared - own:
-            (pipeline.add_special_tokens if token.special else pipeline.add_tokens)([token])
 
 
 def _check_ids(pipeline: Tokenizer, own: dict[int, AddedToken], folder: Path) -> None:

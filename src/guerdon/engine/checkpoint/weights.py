@@ -1,5 +1,8 @@
 """Builds a transformers model from a checkpoint's tensors: none may be missing, and none is initialised at random.
 
+A model that is sharded over ranks is loaded by transformers' plans, for tensor parallelism, FSDP2 or both: transformers
+makes the parameters as DTensors without data, and each rank reads only its own slices from the files.
+
 `ModelParts` is a reward model as it comes from the files, `LoadedTrunk` the part of any model that is ready to run.
 """
 
@@ -21,11 +24,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from guerdon.core import ModelInfo
 from guerdon.distributed import computing
 from guerdon.distributed.ranks import ALONE, Ranks
-from guerdon.engine.checkpoint.sharding import named_as, sharded_class
 from guerdon.engine.checkpoint.stored import Origin, StoredCheckpoint, StoredTensor
 from guerdon.engine.fsdp import NOT_SHARDED, Fsdp
 from guerdon.engine.heads import Pooling
-from guerdon.errors import CheckpointError
+from guerdon.engine.layers import layer_lists
+from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ForwardConfig
 
 HARMLESS = re.compile(
@@ -36,6 +39,12 @@ HARMLESS = re.compile(
 """Tensors that a file may have besides trunk and head: other heads, buffers, trlX's frozen copy, counters."""
 
 INCOMPLETE = "the checkpoint is incomplete, and weights are never made up: save or download the whole model again"
+
+
+NEEDED = "5.23"
+"""The version of transformers whose loading code sharded models rely on."""
+PARTIAL = "replicated_with_grad_allreduce"
+"""transformers' style for parameters that tensor-parallel ranks replicate, each with a part of the gradient."""
 
 
 @dataclass(frozen=True)
@@ -170,3 +179,72 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+# ------------------------------------------------------------------------------------------ sharded over ranks
+
+
+def sharded_class(model_class: Any, config: Any, ranks: Ranks) -> tuple[Any, dict[str, Any]]:
+    """Returns a class whose `from_pretrained` loads this rank's shard, and the arguments for it.
+
+    The model gets an attribute `summed_over_tensor_ranks`. Raises CheckpointError if the model cannot be sharded like
+    this, ConfigError if a library is too old.
+    """
+    utils, distributed_config = _libraries(ranks)
+    sizes = {"tp_size": ranks.tensor_size, "fsdp_size": ranks.data_size if ranks.fsdp else 1}
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(config.get_text_config(), name, None)
+        if isinstance(count, int) and count % ranks.tensor_size:
+            raise CheckpointError(
+                f"tensor_parallel is {ranks.tensor_size}, and the model's {name} is {count}, which it does not divide",
+                f"leave tensor_parallel at 1, or choose one that divides {count}",
+            )
+
+    class Sharded(model_class):
+        @classmethod
+        def prepare_distribute_model(cls, settings: Any, device_map: Any = None) -> tuple[Any, Any, Any]:
+            # transformers' own method needs a mesh of all processes, and cannot replicate tensor-parallel groups.
+            assert ranks.mesh is not None
+            mesh = ranks.mesh["pp", "dp_replicate", "fsdp", "tp"]
+            return settings, ranks.device, utils.TransformersDeviceMesh(mesh, mesh)
+
+        def _resolve_parallel_plans(self, settings: Any) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+            if ranks.tensor_size > 1 and not any("." in rule for rule in self.tp_plan or {}):
+                raise CheckpointError(
+                    f"a {type(self).__name__} has no plan for tensor parallelism in transformers",
+                    "leave tensor_parallel at 1, or take a model of another architecture",
+                )
+            self._fsdp_plan = {f"{name}.*": "free_full_weight" for name in layer_lists(self)}
+            tensor, expert, data = super()._resolve_parallel_plans(settings)
+            # That style reduces the gradient after every backward pass, including what is already reduced.
+            partial = {name for name, style in tensor.items() if style == PARTIAL}
+            self.summed_over_tensor_ranks = frozenset(partial & dict(self.named_parameters()).keys())
+            return tensor | dict.fromkeys(partial, "replicate"), expert, data
+
+    return named_as(model_class, Sharded), {"distributed_config": distributed_config(**sizes)}
+
+
+def named_as(model_class: Any, made: Any) -> Any:
+    """Gives `made` the names of the class that it derives from, by which transformers finds a class's source code."""
+    made.__name__, made.__qualname__ = model_class.__name__, model_class.__qualname__
+    made.__module__ = model_class.__module__
+    return made
+
+
+def _libraries(ranks: Ranks) -> tuple[Any, Any]:
+    """Returns transformers' module for meshes and its class of settings; raises ConfigError if they are too old."""
+    old = f"transformers {transformers.__version__} cannot load the sharded models that tensor_parallel and fsdp need"
+    help_ = f"pip install 'transformers>={NEEDED}'"
+    try:
+        from transformers.distributed import DistributedConfig, utils
+    except ImportError as e:
+        raise ConfigError(old, help_) from e
+    complete = hasattr(DistributedConfig, "fsdp_size") and hasattr(utils, "TransformersDeviceMesh")
+    if not complete or not hasattr(transformers.PreTrainedModel, "_resolve_parallel_plans"):
+        raise ConfigError(old, help_)
+    if ranks.fsdp:
+        from torch.distributed.fsdp import FSDPModule
+
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            raise ConfigError(f"torch {torch.__version__} is too old for fsdp", "pip install 'torch>=2.13'")
+    return utils, DistributedConfig

@@ -5,7 +5,6 @@ Nothing that a child sends is unpickled or executed, only decoded as typed JSON 
 
 from __future__ import annotations
 
-import json
 import socket
 import struct
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ STAYS, LEAVES = b"+", b"-"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ChildLimits:
     """Limits of one sample; `memory_bytes` is in addition to the imported function's."""
 
     deadline_s: float
@@ -41,7 +40,7 @@ class Import:
     function: str
     name: str
     path: list[str]
-    limits: Limits
+    limits: ChildLimits
 
 
 class Imported(msgspec.Struct):
@@ -52,7 +51,7 @@ class Imported(msgspec.Struct):
     help: str = ""
 
 
-class Answer(msgspec.Struct):
+class ChildAnswer(msgspec.Struct):
     """What a child says of its sample: a finite reward, or why there is none."""
 
     reward: float | None = None
@@ -112,25 +111,9 @@ def encode(message: Any) -> bytes:
     return msgspec.json.encode(message)
 
 
-def decode_import(body: bytes) -> Import:
-    """Returns the server's request to a template."""
-    return msgspec.json.decode(body, type=Import)
-
-
-def encode_sample(arguments: dict[str, Any]) -> bytes:
-    """Returns a function's arguments as JSON; labels may hold numbers of any size."""
-    return json.dumps(arguments).encode()
-
-
-def decode_sample(body: bytes) -> dict[str, Any]:
-    """Returns a function's arguments."""
-    arguments: dict[str, Any] = json.loads(body)
-    return arguments
-
-
-def decode_answer(text: str) -> Answer | None:
+def decode_answer(text: str) -> ChildAnswer | None:
     """Returns a child's answer, None if it is malformed."""
     try:
-        return msgspec.json.decode(text, type=Answer)
+        return msgspec.json.decode(text, type=ChildAnswer)
     except (msgspec.MsgspecError, RecursionError):
         return None

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -24,19 +24,8 @@ import numpy as np
 from guerdon.core import Score, Sequence
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.functions import MAX_BATCH_TOKENS, FunctionForm, check_function_settings
-from guerdon.engine.isolation import process_tree
-from guerdon.engine.isolation.channel import (
-    MAX_REPORT_BYTES,
-    Import,
-    Imported,
-    Limits,
-    Report,
-    decode_answer,
-    encode,
-    encode_sample,
-    receive,
-    send,
-)
+from guerdon.engine.isolation import channel, process_tree
+from guerdon.engine.isolation.channel import ChildLimits, Report
 from guerdon.engine.isolation.keeper import END_S
 from guerdon.engine.isolation.template import fork_keeper
 from guerdon.errors import CheckpointError, ChildEnded, ConfigError, InvalidRequest, SampleFailed, StartError
@@ -97,7 +86,7 @@ class IsolatedScorer:
                 "isolate is on, but this kernel does not list the children of a process",
                 "use one with CONFIG_PROC_CHILDREN, or leave it out",
             )
-        limits = Limits(
+        limits = ChildLimits(
             config.sample_deadline_s,
             config.sample_cpu_s or config.sample_deadline_s,
             config.sample_memory_mb << 20,
@@ -141,7 +130,7 @@ class IsolatedScorer:
         if isinstance(sample, np.ndarray):
             sample = sample.tolist()
         extra = {name: value for name, (value,) in self._form.read_extra([sequence]).items()}
-        return self._judge(self._pool.ask(encode_sample({"sample": sample, **extra})))
+        return self._judge(self._pool.ask(json.dumps({"sample": sample, **extra}).encode()))
 
     def _judge(self, report: Report) -> _Result:
         name = self.info.name
@@ -152,7 +141,7 @@ class IsolatedScorer:
         if report.reason:
             log.warning("%s: a sample %s", name, report.text)
             return self._ended(report.reason, report.text)
-        answer = decode_answer(report.answer)
+        answer = channel.decode_answer(report.answer)
         if answer is None:
             return self._ended("garbage", "had its child process send something else than an answer")
         if answer.is_out_of_memory:
@@ -169,10 +158,13 @@ class IsolatedScorer:
 class _Pool:
     """The template process, and the channels to the keepers that it has forked."""
 
-    def __init__(self, config: ModelConfig, limits: Limits) -> None:
-        self._wanted = Import(config.model, config.name, [os.getcwd(), *sys.path], limits)
+    def __init__(self, config: ModelConfig, limits: ChildLimits) -> None:
+        self._wanted = channel.Import(config.model, config.name, [os.getcwd(), *sys.path], limits)
         self._limits = limits
-        self._env = _environment(config.pass_env)
+        kept = {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("LC_")}
+        if missing := [name for name in config.pass_env if name not in os.environ]:
+            raise ConfigError(f"pass_env names {', '.join(missing)}, which is not set here", "set it, or leave it out")
+        self._env = kept | _SET | {name: os.environ[name] for name in config.pass_env}
         self._import_s = config.import_deadline_s
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
@@ -189,56 +181,54 @@ class _Pool:
                 [sys.executable, "-u", "-c", _START, json.dumps(sys.path), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, stdout=2, env=self._env, pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
+        what = self._wanted.function
         try:
-            imported = self._import(own)
+            own.settimeout(self._import_s)
+            try:
+                channel.send(own, channel.encode(self._wanted))
+                said = channel.receive(own, channel.MAX_REPORT_BYTES)
+            except TimeoutError as e:
+                raise StartError(
+                    f"{what} is not imported within {self._import_s:g} s",
+                    "check what it waits for, or raise import_deadline_s",
+                ) from e
+            except OSError:
+                said = None
+            if said is None:
+                raise CheckpointError(
+                    f"importing {what} ended its process", "see above what it says; import it in a Python"
+                )
+            own.settimeout(None)
+            imported = msgspec.json.decode(said, type=channel.Imported)
+            if imported.form is None:
+                raise CheckpointError(imported.error, imported.help)
         except BaseException:
             own.close()
             process.kill()  # what it started while it imported, it started for good
             process.wait()
             raise
         self._template, self._process = own, process
-        return imported
-
-    def _import(self, own: socket.socket) -> FunctionForm:
-        own.settimeout(self._import_s)
-        what = self._wanted.function
-        try:
-            send(own, encode(self._wanted))
-            told = receive(own, MAX_REPORT_BYTES)
-        except TimeoutError as e:
-            raise StartError(
-                f"{what} is not imported within {self._import_s:g} s",
-                "check what it waits for, or raise import_deadline_s",
-            ) from e
-        except OSError:
-            told = None
-        if told is None:
-            raise CheckpointError(
-                f"importing {what} ended its process", "see above what it says; import it in a Python"
-            )
-        own.settimeout(None)
-        imported = msgspec.json.decode(told, type=Imported)
-        if imported.form is None:
-            raise CheckpointError(imported.error, imported.help)
         return imported.form
 
     def ask(self, sample: bytes) -> Report:
         """Has a child compute the sample; returns a report in any case."""
         started = time.monotonic()
         try:
-            channel = self._take()
+            line = self._take()
         except (OSError, StartError) as e:
             return Report(reason="start", text=f"has no child process any more, and none can be started: {e}")
         try:
-            channel.settimeout(self._limits.deadline_s + END_S + _PATIENCE_S)
-            send(channel, sample)
-            self._wait_for(channel)
-            body = receive(channel, MAX_REPORT_BYTES)
+            line.settimeout(self._limits.deadline_s + END_S + _PATIENCE_S)
+            channel.send(line, sample)
+            self._wait_for(line)
+            body = channel.receive(line, channel.MAX_REPORT_BYTES)
             report = None if body is None else msgspec.json.decode(body, type=Report)
         except (OSError, ValueError):
             report = None
         if report is None:
-            self._drop(channel)
+            with self._lock:
+                self._all.discard(line)
+                line.close()
             if self._is_closed:
                 return Report(reason="stop", text="had no answer when the server stopped")
             took_s = time.monotonic() - started
@@ -247,17 +237,17 @@ class _Pool:
             )
         with self._lock:
             if not self._is_closed:
-                self._idle.append(channel)
+                self._idle.append(line)
         return report
 
-    def _wait_for(self, channel: socket.socket) -> None:
+    def _wait_for(self, line: socket.socket) -> None:
         """Waits until the keeper answers or has ended; resumes the template and keepers if a sample has stopped them.
 
         The template ends keepers that are stopped alone.
         """
         poll = select.poll()
-        poll.register(channel, select.POLLIN)
-        ends = time.monotonic() + (channel.gettimeout() or 0.0)
+        poll.register(line, select.POLLIN)
+        ends = time.monotonic() + (line.gettimeout() or 0.0)
         while not poll.poll(_LOOK_S * 1000):
             if time.monotonic() > ends:
                 raise TimeoutError
@@ -276,19 +266,14 @@ class _Pool:
                 return self._idle.pop()
             assert self._template is not None
             try:
-                channel = fork_keeper(self._template)
+                line = fork_keeper(self._template)
             except OSError:
                 log.warning("%s: its template process has ended; another one starts", self._wanted.name)
                 self._end_template()
                 self.start()
-                channel = fork_keeper(self._template)
-            self._all.add(channel)
-            return channel
-
-    def _drop(self, channel: socket.socket) -> None:
-        with self._lock:
-            self._all.discard(channel)
-            channel.close()
+                line = fork_keeper(self._template)
+            self._all.add(line)
+            return line
 
     def _end_template(self) -> None:
         assert self._template is not None and self._process is not None
@@ -307,16 +292,9 @@ class _Pool:
             if self._is_closed:
                 return
             self._is_closed = True
-            for channel in self._all:
+            for line in self._all:
                 with contextlib.suppress(OSError):  # ended already
-                    channel.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it
-            for channel in self._idle:
-                channel.close()
+                    line.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it
+            for line in self._idle:
+                line.close()
             self._end_template()
-
-
-def _environment(passed: list[str]) -> Mapping[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("LC_")}
-    if missing := [name for name in passed if name not in os.environ]:
-        raise ConfigError(f"pass_env names {', '.join(missing)}, which is not set here", "set it, or leave it out")
-    return kept | _SET | {name: os.environ[name] for name in passed}

@@ -1,12 +1,13 @@
 """Keeps one child: passes samples to it, watches what it uses, and ends it with all its descendants at a limit.
 
 The keeper adopts orphans, so everything that a child started, in whatever session, is below the keeper, and nothing
-else is. It calls nothing of the user's.
+else is. It calls nothing of the user's; the child does, one sample at a time, until it is killed or its keeper leaves.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import select
@@ -14,25 +15,20 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from guerdon.engine.functions import FunctionForm
-from guerdon.engine.isolation import child, process_tree
-from guerdon.engine.isolation.channel import (
-    HEAD,
-    LEAVES,
-    MAX_ANSWER_BYTES,
-    NONCE_BYTES,
-    Limits,
-    Report,
-    encode,
-    frame,
-    receive,
-    send,
-)
-from guerdon.errors import Exit
+import numpy as np
+
+from guerdon.core import Score
+from guerdon.engine.functions import FunctionForm, as_scores
+from guerdon.engine.isolation import channel, process_tree
+from guerdon.engine.isolation.channel import ChildAnswer, ChildLimits, Report
+from guerdon.errors import Exit, SampleFailed, describe
 
 TICK_S = 0.02
 """How often a child that computes is measured."""
@@ -40,23 +36,27 @@ END_S = 5.0
 """How long ending a child may take; only processes inside the kernel survive so long."""
 _MAX_PRINTED_BYTES = 4_096
 _CHUNK_BYTES = 65_536
+_MAX_FILES = 1024
 
 
 class _Ended(Exception):
     """The child has to be ended, or has ended; the arguments are a reason and a text."""
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What each child computes: the imported function, what it takes, and what one sample may use."""
+
+    function: Callable[..., Any]
+    form: FunctionForm
+    limits: ChildLimits
+
+
 class Keeper:
     """Runs in a process of its own, which the template has forked, until the server closes `server`."""
 
-    def __init__(
-        self, server: socket.socket, folder: str, function: Callable[..., Any], form: FunctionForm, limits: Limits
-    ) -> None:
-        self._server = server
-        self._folder = folder
-        self._function = function
-        self._form = form
-        self._limits = limits
+    def __init__(self, server: socket.socket, folder: str, work: Work) -> None:
+        self._server, self._folder, self._work, self._limits = server, folder, work, work.limits
         self._pid = os.getpid()
         self._child = 0
         self._baseline_bytes = 0
@@ -67,14 +67,14 @@ class Keeper:
         process_tree.adopt_orphans()
         self._start_child()
         try:
-            while (request := receive(self._server)) is not None:
+            while (request := channel.receive(self._server)) is not None:
                 report, is_reusable = self._answer(request)
                 if is_reusable and not report.num_left:
-                    send(self._server, encode(report))
+                    channel.send(self._server, channel.encode(report))
                     continue
                 self._end_child()
                 self._start_child()
-                send(self._server, encode(report))
+                channel.send(self._server, channel.encode(report))
         except OSError:  # the server has ended in the midst of a frame
             pass
         finally:
@@ -98,13 +98,13 @@ class Keeper:
             reason, text = e.args
             return Report(reason=reason, text=text, printed=_text(printed)), False
         num_left = len([pid for pid in process_tree.descendants(self._pid) if pid != self._child])
-        is_reusable = answer[:1] != LEAVES
+        is_reusable = answer[:1] != channel.LEAVES
         return Report(answer=_text(answer[1:]), printed=_text(printed), num_left=num_left), is_reusable
 
     def _exchange(self, request: bytes, printed: bytearray) -> bytes:
         """Returns the child's answer with its first byte; raises _Ended."""
-        nonce = os.urandom(NONCE_BYTES)
-        unsent, received = memoryview(frame(nonce + request)), bytearray()
+        nonce = os.urandom(channel.NONCE_BYTES)
+        unsent, received = memoryview(channel.frame(nonce + request)), bytearray()
         now = time.monotonic()
         ends, ticks = now + self._limits.deadline_s, now + TICK_S
         used_before_s: float | None = None
@@ -203,7 +203,7 @@ class Keeper:
 
     def _start_child(self) -> None:
         os.makedirs(self._folder, exist_ok=True)
-        self._channel, channel = socket.socketpair()
+        self._channel, theirs = socket.socketpair()
         self._output, output = os.pipe()
         self._status = None
         self._child = os.fork()
@@ -212,13 +212,13 @@ class Keeper:
                 self._server.close()
                 self._channel.close()
                 os.close(self._output)
-                child.run(channel, output, self._pid, self._folder, self._function, self._form, self._limits)
+                run_child(theirs, output, self._pid, self._folder, self._work)
             except BaseException as e:
                 sys.excepthook(type(e), e, e.__traceback__)
                 os._exit(Exit.FAILED)
             finally:
                 os._exit(Exit.DONE)
-        channel.close()
+        theirs.close()
         os.close(output)
         self._channel.setblocking(False)
         os.set_blocking(self._output, False)
@@ -235,17 +235,17 @@ class Keeper:
 def _whole_answer(received: bytearray, nonce: bytes) -> bytes | None:
     """Returns the answer behind the nonce once it is whole; raises _Ended for anything else than one answer."""
     garbage = _Ended("garbage", "wrote something else than an answer to the channel on which it answers")
-    if len(received) < HEAD.size:
+    if len(received) < channel.HEAD.size:
         return None
-    (size,) = HEAD.unpack_from(received)
-    if not NONCE_BYTES < size <= MAX_ANSWER_BYTES or len(received) > HEAD.size + size:
+    (size,) = channel.HEAD.unpack_from(received)
+    if not channel.NONCE_BYTES < size <= channel.MAX_ANSWER_BYTES or len(received) > channel.HEAD.size + size:
         raise garbage
-    if len(received) < HEAD.size + size:
+    if len(received) < channel.HEAD.size + size:
         return None
-    body = bytes(received[HEAD.size :])
+    body = bytes(received[channel.HEAD.size :])
     if not body.startswith(nonce):
         raise garbage
-    return body[NONCE_BYTES:]
+    return body[channel.NONCE_BYTES :]
 
 
 def _name(number: int) -> str:
@@ -254,3 +254,59 @@ def _name(number: int) -> str:
 
 def _text(some: bytes | bytearray) -> str:
     return some.decode("utf-8", "replace")
+
+
+# ---------------------------------------------------------------------------------------- inside of the child
+
+
+def run_child(line: socket.socket, output: int, keeper: int, folder: str, work: Work) -> None:
+    """Answers samples over `line` until it closes; `output` becomes stdout and stderr, `folder` TMPDIR."""
+    os.setsid()
+    process_tree.die_with_parent(keeper)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TMPDIR"] = folder
+    tempfile.tempdir = None  # the template's
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.close(output)
+    with open("/proc/self/oom_score_adj", "w") as file:  # the kernel should end a child before the server
+        file.write("1000")
+    process_tree.limit(resource.RLIMIT_CORE, 0)
+    process_tree.limit(resource.RLIMIT_NOFILE, _MAX_FILES)
+    process_tree.limit(resource.RLIMIT_FSIZE, work.limits.memory_bytes)
+    process_tree.limit(resource.RLIMIT_DATA, process_tree.data_bytes(os.getpid()) + work.limits.memory_bytes)
+    while (request := channel.receive(line)) is not None:
+        nonce, sample = request[: channel.NONCE_BYTES], request[channel.NONCE_BYTES :]
+        answer = _call(work, json.loads(sample))
+        is_spent = not _flush() or answer.is_out_of_memory
+        channel.send(line, nonce + (channel.LEAVES if is_spent else channel.STAYS) + channel.encode(answer))
+
+
+def _call(work: Work, arguments: dict[str, Any]) -> ChildAnswer:
+    try:
+        sample = arguments.pop("sample")
+        if work.form.takes == "tokens":
+            sample = np.array(sample, dtype=np.int64)
+        values = work.function([sample], **{name: [value] for name, value in arguments.items()})
+        (result,) = as_scores(values, 1, getattr(work.function, "__name__", "the function"))
+    except MemoryError:
+        return ChildAnswer(is_out_of_memory=True)
+    except BaseException as e:  # SystemExit as well: only its sample fails
+        *callers, (frame, line) = traceback.walk_tb(e.__traceback__)
+        place = f" ({os.path.basename(frame.f_code.co_filename)}, line {line})" if callers else ""
+        result = SampleFailed(f"the function raised {describe(e)}{place}")
+        with contextlib.suppress(BaseException):  # stderr may be closed
+            traceback.print_tb(e.__traceback__ and e.__traceback__.tb_next)
+            print(describe(e), file=sys.stderr)  # noqa: T201 - for the log; the whole text may have any size
+    return ChildAnswer(reward=result.reward) if isinstance(result, Score) else ChildAnswer(error=str(result))
+
+
+def _flush() -> bool:
+    """Returns whether stdout and stderr still work; the function may have closed or replaced them."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        return False
+    return True

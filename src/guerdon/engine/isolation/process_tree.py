@@ -20,7 +20,7 @@ _PAUSE_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TreeUsage:
     """Resource usage of processes: number, private memory in bytes, CPU seconds."""
 
     num_processes: int
@@ -72,7 +72,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def measure(pids: Iterable[int], baseline_bytes: int = 0) -> Usage:
+def measure(pids: Iterable[int], baseline_bytes: int = 0) -> TreeUsage:
     """Returns what the processes use; `baseline_bytes` of each, inherited by forking, count as its parent's."""
     num_processes, memory_bytes, cpu_s = 0, 0, 0.0
     for pid in pids:
@@ -80,7 +80,7 @@ def measure(pids: Iterable[int], baseline_bytes: int = 0) -> Usage:
             cpu_s += _cpu_s(pid)
             memory_bytes += max(0, own_memory(pid) - baseline_bytes)
             num_processes += 1
-    return Usage(num_processes, memory_bytes, cpu_s)
+    return TreeUsage(num_processes, memory_bytes, cpu_s)
 
 
 def own_memory(pid: int) -> int:

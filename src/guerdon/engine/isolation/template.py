@@ -14,13 +14,13 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
 
-from guerdon.engine.functions import FunctionForm, import_function, read_form
+import msgspec
+
+from guerdon.engine.functions import import_function, read_form
 from guerdon.engine.isolation import process_tree
-from guerdon.engine.isolation.channel import Imported, Limits, decode_import, encode, receive, send
-from guerdon.engine.isolation.keeper import END_S, Keeper
+from guerdon.engine.isolation.channel import Import, Imported, encode, receive, send
+from guerdon.engine.isolation.keeper import END_S, Keeper, Work
 from guerdon.errors import Exit, StartError
 
 _FORK = b"f"
@@ -36,7 +36,7 @@ def main(descriptor: int) -> None:
     asked = receive(server)
     if asked is None:
         return
-    wanted = decode_import(asked)
+    wanted = msgspec.json.decode(asked, type=Import)
     try:
         function = import_function(wanted.function)
         form = read_form(function, wanted.function)
@@ -49,21 +49,15 @@ def main(descriptor: int) -> None:
     folder = tempfile.mkdtemp(prefix="guerdon-")
     try:
         send(server, encode(Imported(form)))
-        _Template(server, folder, function, form, wanted.limits).run()
+        _Template(server, folder, Work(function, form, wanted.limits)).run()
     finally:
         process_tree.end_all(END_S)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Template:
-    def __init__(
-        self, server: socket.socket, folder: str, function: Callable[..., Any], form: FunctionForm, limits: Limits
-    ) -> None:
-        self._server = server
-        self._folder = folder
-        self._function = function
-        self._form = form
-        self._limits = limits
+    def __init__(self, server: socket.socket, folder: str, work: Work) -> None:
+        self._server, self._folder, self._work = server, folder, work
         self._keepers: set[int] = set()
         self._num_keepers = 0
 
@@ -99,7 +93,7 @@ class _Template:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._server.close()
             folder = os.path.join(self._folder, str(self._num_keepers))
-            Keeper(channel, folder, self._function, self._form, self._limits).run()
+            Keeper(channel, folder, self._work).run()
         except BaseException as e:
             sys.excepthook(type(e), e, e.__traceback__)
             os._exit(Exit.FAILED)

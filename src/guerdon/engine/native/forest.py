@@ -89,22 +89,24 @@ def forest(
         num_blocks=len(rows.blocks), scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
     library.attention_scratch.restype = c_int64
-    at_once = _heads_at_once(library, call, heads, kv_heads)
+    call.kv_heads, call.heads = 1, heads // kv_heads
+    at_once = max(1, min(kv_heads, MOST_SCRATCH // library.attention_scratch(ctypes.byref(call))))
     for start in range(0, kv_heads, at_once):
         own = min(at_once, kv_heads - start)
         first = start * (heads // kv_heads)
         call.kv_heads, call.heads = own, own * (heads // kv_heads)
-        call.query, call.key, call.value = (
-            query[:, first:].data_ptr(),
-            key[:, start:].data_ptr(),
-            value[:, start:].data_ptr(),
-        )
+        call.query = query[:, first:].data_ptr()
+        call.key, call.value = key[:, start:].data_ptr(), value[:, start:].data_ptr()
         call.out = out[:, first:].data_ptr()
         if lse is not None:
             call.lse = lse[:, first:].data_ptr()
         if sinks is not None:
             call.sinks = sinks[first:].data_ptr()
-        scratch = _scratch(batch, library.attention_scratch(ctypes.byref(call)))
+        size = library.attention_scratch(ctypes.byref(call))
+        scratch = batch.cache.get("scratch")  # the same for all layers of a batch
+        if scratch is None or len(scratch) < size:
+            batch.cache.pop("scratch", None)
+            scratch = batch.cache["scratch"] = torch.empty(size, dtype=torch.float32)
         call.scratch = scratch.data_ptr()
         library.attention(ctypes.byref(call))
     return out.transpose(0, 1)[None]
@@ -112,21 +114,6 @@ def forest(
 
 def _constant(library: ctypes.CDLL, name: str) -> int:
     return c_int64.in_dll(library, name).value
-
-
-def _heads_at_once(library: ctypes.CDLL, call: _Call, heads: int, kv_heads: int) -> int:
-    """Returns how many key/value heads one call computes within the scratch."""
-    call.kv_heads, call.heads = 1, heads // kv_heads
-    return max(1, min(kv_heads, MOST_SCRATCH // library.attention_scratch(ctypes.byref(call))))
-
-
-def _scratch(batch: PackedBatch, size: int) -> Tensor:
-    """Returns room for that many numbers, the same for all layers of a batch."""
-    known: Tensor | None = batch.cache.get("scratch")
-    if known is None or len(known) < size:
-        batch.cache.pop("scratch", None)
-        known = batch.cache["scratch"] = torch.empty(size, dtype=torch.float32)
-    return known
 
 
 # ------------------------------------------------------------------------------------------------ tables

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from guerdon.training.algorithms.masking import Moments, Sums, check_known, check_samples, check_tokens, fill_left_out
+from guerdon.training.algorithms.masking import (
+    MaskedMoments,
+    Sums,
+    check_known,
+    check_samples,
+    check_tokens,
+    fill_left_out,
+)
 
 ADVANTAGE_ESTIMATORS = ("none", "mean", "rloo", "grpo", "dr_grpo", "reinforce++")
 """The names that `estimate_advantages` knows. GAE, which needs a critic, is a function of its own."""
@@ -35,7 +42,7 @@ class RunningMean(Sums):
 
 
 @torch.no_grad()
-def whiten(values: Tensor, mask: Tensor, moments: Moments) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, moments: MaskedMoments) -> Tensor:
     """Shifts and scales to mean 0 and variance 1: `(A - mean) / sqrt(variance + 1e-8)`, as PPO in OpenAI's `baselines`.
 
     `values`, `mask` and the result are float32, all `[T]` or all `[B, T]`; the result is 0 where the mask is. `moments`
@@ -129,7 +136,7 @@ def estimate_advantages(
     result = torch.where(mask > 0, advantages.unsqueeze(-1), 0.0)
     if estimator == "reinforce++":
         counted_mask = mask.masked_fill(~is_counted.unsqueeze(-1), 0.0)
-        result = whiten(result, counted_mask, Moments.of(result, counted_mask))
+        result = whiten(result, counted_mask, MaskedMoments.of(result, counted_mask))
     return result, running
 
 

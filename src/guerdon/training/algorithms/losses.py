@@ -338,23 +338,17 @@ def clipped_value_loss(
         is_clipped = is_beyond & (held_back.detach() > losses.detach())
         losses = torch.maximum(losses, held_back)
     total = 0.5 * (mask * losses).sum()
-    return total / max(denominator, 1.0), _value_loss_stats(values.detach(), returns, mask, total.detach(), is_clipped)
-
-
-def _value_loss_stats(
-    values: Tensor, returns: Tensor, mask: Tensor, total: Tensor, is_clipped: Tensor
-) -> ValueLossStats:
-    weight, returns = mask.double(), returns.double()
-    errors = returns - values.double()
+    weight, wanted = mask.double(), returns.double()
+    errors = wanted - values.detach().double()
     sums = torch.stack(
         [
             weight.sum(),
-            total.double(),
+            total.detach().double(),
             (weight * is_clipped).sum(),
-            (weight * returns).sum(),
-            (weight * returns.square()).sum(),
+            (weight * wanted).sum(),
+            (weight * wanted.square()).sum(),
             (weight * errors).sum(),
             (weight * errors.square()).sum(),
         ]
     )
-    return ValueLossStats(*sums.tolist())  # one transfer from the device, not seven
+    return total / max(denominator, 1.0), ValueLossStats(*sums.tolist())  # one transfer from the device, not seven

@@ -24,7 +24,7 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class Moments(Sums):
+class MaskedMoments(Sums):
     """First and second moments over masked tokens, as sums weighted by the mask."""
 
     sum_mask: float = 0.0
@@ -32,7 +32,7 @@ class Moments(Sums):
     sum_squares: float = 0.0
 
     @classmethod
-    def of(cls, values: Tensor, mask: Tensor) -> Moments:
+    def of(cls, values: Tensor, mask: Tensor) -> MaskedMoments:
         """Returns the moments of float32 `[T]` or `[B, T]`; raises ValueError if shapes or dtypes differ."""
         check_tokens({"values": values, "mask": mask})
         weights, values = (tensor.detach().double() for tensor in fill_left_out(mask, values))
