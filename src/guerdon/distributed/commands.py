@@ -135,31 +135,27 @@ class Worker:
             case Signal.EXIT:
                 pass
             case _:
+                trainer = self._trainers[name]
                 with computing.HERE.computing(is_long=True):
-                    return self._train(self._trainers[name], command)
-        return None
-
-    def _train(self, trainer: Trainer, command: Command) -> TrainReport | TrainRequest | None:
-        """Executes a command of a critic that learns."""
-        match command.signal:
-            case Signal.TRAIN:
-                assert command.train is not None
-                return trainer.train(command.train, command.first_steps)
-            case Signal.VALIDATE:
-                assert command.train is not None
-                return trainer.validate(command.train)
-            case Signal.ESTIMATE:
-                assert command.train is not None
-                estimated = trainer.estimate(command.train)
-                return estimated if self._ranks.is_leader else None
-            case Signal.SAVE:
-                trainer.save(Path(command.folder))
-            case Signal.LOAD:
-                trainer.load(Path(command.folder), command.lineage)
-            case Signal.OFFLOAD:
-                trainer.offload()
-            case Signal.ONLOAD:
-                trainer.onload()
+                    match command.signal:
+                        case Signal.TRAIN:
+                            assert command.train is not None
+                            return trainer.train(command.train, command.first_steps)
+                        case Signal.VALIDATE:
+                            assert command.train is not None
+                            return trainer.validate(command.train)
+                        case Signal.ESTIMATE:
+                            assert command.train is not None
+                            estimated = trainer.estimate(command.train)
+                            return estimated if self._ranks.is_leader else None
+                        case Signal.SAVE:
+                            trainer.save(Path(command.folder))
+                        case Signal.LOAD:
+                            trainer.load(Path(command.folder), command.lineage)
+                        case Signal.OFFLOAD:
+                            trainer.offload()
+                        case Signal.ONLOAD:
+                            trainer.onload()
         return None
 
     def _switch(self, name: str) -> None:
