@@ -96,7 +96,7 @@ def build_trainer(config: CriticConfig, ranks: Ranks = ALONE) -> Any:
     check_settings(config)
     check_layout(config, ranks)
     with ranks.raise_on_all_ranks(), _needing_memory(config):
-        # What a part of the weights needs is known only when they are loaded.
+        # The memory of partial training is known only after loading.
         moments = moment_bytes(config) if config.trains_all else None
         loaded = load_critic(_infer_config(config), moment_bytes=moments, ranks=ranks)
         trainer = CriticTrainer(loaded, config, ranks)

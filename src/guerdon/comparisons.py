@@ -1,4 +1,4 @@
-"""Comparisons of responses by a judge: who meets whom, verdicts from both orders, scores of a group; numpy only.
+"""Comparisons of responses by a judge: pairings, verdicts from both orders, scores of a group; numpy only.
 
 Legend: N samples, C comparisons, K criteria. Each comparison is asked in both orders.
 """
@@ -20,7 +20,7 @@ PRIOR = 0.01
 """Virtual wins of each side of a comparison, so that strengths stay finite if a response wins all of its own."""
 
 MAX_QUESTIONS, MAX_CHARACTERS = 1 << 16, 1 << 28
-"""The most that one request may ask, since comparisons multiply what was sent."""
+"""Limits of one request, because comparisons multiply its size."""
 
 _MAX_STEPS, _MAX_HALVINGS = 100, 50
 _SMALLEST_STEP, _SLACK = 1e-12, 1e-9
@@ -97,7 +97,7 @@ def bradley_terry(pairs: np.ndarray, verdicts: np.ndarray, num_players: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Samples that are compared with each other: their numbers, and those of their comparisons."""
+    """Samples that are compared with each other: indices of the samples and of their comparisons."""
 
     members: list[int]
     own: range

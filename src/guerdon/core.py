@@ -93,7 +93,7 @@ class Sequence:
 class Score:
     """The result for one sequence: `reward` is the scalar, NaN from a teacher.
 
-    `attributes` are float32 `[A]`, `values` float32 `[T]`, `steps` float32 `[K]`, `logprobs` what a teacher says.
+    `attributes` are float32 `[A]`, `values` float32 `[T]`, `steps` float32 `[K]`, `logprobs` a teacher's answer.
     """
 
     reward: float
@@ -117,7 +117,7 @@ class ScoreRequest:
 
     `groups` and `prompt_lengths` are hints for sharing, `steps` the positions of step rewards, `queries` a teacher's
     queries; each has one entry per sample. `timeout_s` counts from arrival. Requests of higher `priority` go first.
-    `wants_rewards` is False if nobody reads the rewards. Clients pad `tokens` to `pad_to_length` instead of to the
+    `wants_rewards` is False if the rewards are not needed. Clients pad `tokens` to `pad_to_length` instead of to the
     longest of them.
 
     `prompts` and `labels` (any JSON value) are for functions that have such parameters. `splits` are the characters at
@@ -202,21 +202,20 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a served model is, takes and returns: all that transports and clients need to know of it.
+    """A served model's description for transports and clients.
 
     `outputs` names what it returns, from `rewards`, `attributes`, `values`, `step_rewards`, `logprobs`;
     `attribute_names` are the columns of `attributes`, empty if unknown; if the reward is their weighted sum,
     `attribute_weights` are the weights. Without `merges_attributes` the tensor `rewards` has a column for each
-    attribute. `max_length` and `vocab_size` bound what is accepted, None if unbounded. `takes_prompts` and
-    `takes_labels` say that a user's function has such parameters; prompts also begin a teacher's texts. It gives
-    at most the `max_top_k` likeliest ids, and hidden states of `hidden_size` numbers. `path` tells how it runs, such as
-    `packed+shared`, and `why` the reason. `source` is the folder, hub id or function that it was loaded from. `pooling`
-    names the token that the reward is read from. `step_rule` tells where steps end, and how their rewards make the
-    reward; `step_separator_ids` end a step if the request names none. `vocabulary` is a digest of the tokenizer's
-    tokens and their ids, `tokenizer` tells what ids mean to it (see `vocabulary.identity`), `ending` how its chat
-    template writes an answer (see `endings.Ending`). All of these texts are empty if there is no such thing. An encoder
-    `reads_pairs`, with special tokens where its tokenizer's template for pairs has them. `proofs` are the
-    start's lines.
+    attribute. `max_length` and `vocab_size` bound accepted tokens, None if unbounded. `takes_prompts` and
+    `takes_labels` say that a user's function has such parameters; prompts also begin a teacher's texts. It gives at
+    most the `max_top_k` likeliest ids, and hidden states of `hidden_size` numbers. `path` is the form of its forward,
+    such as `packed+shared`, and `why` the reason. `source` is the folder, hub id or function that it was loaded from.
+    `pooling` names the token that the reward is read from. `step_rule` describes where steps end, and the reduction of
+    their rewards; `step_separator_ids` end a step by default. `vocabulary` is a digest of the tokenizer's tokens and
+    their ids, `tokenizer` identifies their meaning (see `vocabulary.identity`), `ending` its chat template's form of an
+    answer (see `endings.Ending`). All of these texts are empty if there is no such thing. An encoder `reads_pairs`,
+    with special tokens where its tokenizer's template for pairs has them. `proofs` are the start's lines.
     """
 
     name: str

@@ -47,7 +47,7 @@ class Gae:
 
 @dataclass(slots=True, eq=False)
 class TrainRequest:
-    """What a critic is trained or validated on: N sequences with a target for every token.
+    """Training or validation data of a critic: N sequences with a target for every token.
 
     `tokens` is int64 `[N, T]`, right-padded with anything; `returns`, `prev_values` and `mask` are float32
     `[N, T-1]`. Index t concerns the value at token t, the state before the action t+1; it is read
@@ -139,7 +139,7 @@ class CheckpointInfo:
 
 @dataclass(slots=True)
 class CriticState:
-    """What a critic is at this moment.
+    """A critic's current state.
 
     `num_unsaved` counts the train requests since the newest checkpoint; where the server has no folder for
     checkpoints, `is_durable` is False and they would be lost with it.

@@ -16,9 +16,9 @@ import orjson
 from guerdon.errors import StorageFailed
 
 ASIDE = ".aside-"
-"""Name prefix of unfinished files and folders; the next start removes what a crash left."""
+"""Name prefix of unfinished files and folders; the next start removes leftovers."""
 DAMAGED = "damaged-"
-"""Name prefix of what was found damaged."""
+"""Name prefix of damaged files and folders."""
 
 
 class Damaged(Exception):

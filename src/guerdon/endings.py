@@ -39,7 +39,7 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What a chat template writes around an answer: `text` after it, also as `tokens`, and `lead` before it.
+    """A chat template's text around an answer: `text` after it, also as `tokens`, and `lead` before it.
 
     `opening` stands between the last message and an answer, and marks texts that the template has made; it is empty if
     the template writes only blanks there. `lead` comes between the rendered prompt and the answer, and is almost always
@@ -107,7 +107,7 @@ class Ending:
 
 
 def ended(text: str, ending: str) -> str:
-    """Appends the ending without doubling what the text already has of it, such as the EOS that begins it."""
+    """Appends the ending without doubling a part that the text already has, such as its EOS."""
     core = ending.strip()
     if core and (said := text.rstrip()).endswith(core):
         return ended(said.removesuffix(core), ending)
@@ -165,7 +165,7 @@ def find_ending(
 
 
 def _find_opening(prompt: str, before_answer: str, asked: Any) -> str:
-    """Returns what the template writes between the question and an answer; "" if the question is not found."""
+    """Returns the template's text between the question and an answer; "" if the question is not found."""
     if not isinstance(asked, str) or not asked or asked not in prompt or asked not in before_answer:
         return ""
     both = [text[text.rfind(asked) + len(asked) :] for text in (prompt, before_answer)]

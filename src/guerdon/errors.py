@@ -60,7 +60,7 @@ def install_command(extra: str = "") -> str:
 SERVER_MODULES = (
     "torch", "transformers", "safetensors", "starlette", "uvicorn", "httptools", "prometheus_client", "tritonclient"
 )  # fmt: skip
-"""What the extra `server` brings, as modules."""
+"""Modules of the extra `server`."""
 
 
 def require_modules(*modules: str, extra: str) -> None:
@@ -176,7 +176,7 @@ class MethodNotAllowed(GuerdonError):
 
 
 class PayloadTooLarge(GuerdonError):
-    """The body, or what it decompresses to, is larger than the server accepts."""
+    """The body, compressed or decompressed, is larger than the server accepts."""
 
     http, grpc = 413, "RESOURCE_EXHAUSTED"
 

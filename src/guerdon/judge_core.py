@@ -17,9 +17,9 @@ from guerdon.errors import GuerdonError, InvalidRequest, NoVerdict
 from guerdon.teacher_core import LogprobQuery, TokenLogprobs
 
 FIELDS = ("prompt", "response", "reference", "criterion")
-"""What a template may have in braces."""
+"""Fields of a template."""
 COMPARED_FIELDS = ("prompt", "response_a", "response_b", "reference", "criterion")
-"""What the template of a rubric that compares may have in braces."""
+"""Fields of the template of a rubric that compares."""
 OTHER_MASS = "other_mass"
 """The component beside the criteria: the most probability that any of them leaves to tokens that are no labels."""
 DISAGREED = "disagreed"
@@ -31,7 +31,7 @@ GroupScores = Literal["bradley_terry", "wins"]
 Spellings = Literal["exact", "any"]
 
 Explain = Callable[[int, int], str]
-"""Returns what the model would say in place of a label, for an answer's number and a criterion's."""
+"""Returns the model's likeliest tokens in place of a label, by indices of answer and criterion."""
 
 NUM_LIKELIEST = 5
 """How many of the likeliest tokens a question asks for, to explain a sample without a verdict."""
@@ -48,7 +48,7 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a judge reads: a response, and the prompt and reference if its template has them."""
+    """A judge's sample: a response, and the prompt and reference if its template has them."""
 
     response: str
     prompt: str = ""
@@ -73,7 +73,7 @@ class Comparing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """What the labels' probabilities say, each float64 `[N,K]`.
+    """Results from the labels' probabilities, each float64 `[N,K]`.
 
     `expected` are the means of the labels' values by their probabilities, which are normalised to 1 over the labels;
     `likeliest` the likeliest labels' values; `other` the probability of no label. Both values are NaN if no label is
@@ -126,7 +126,7 @@ class Rubric:
 
     @property
     def attribute_weights(self) -> tuple[float, ...]:
-        """What each attribute counts in the reward."""
+        """Weights of the attributes in the reward."""
         beside = len(self.attribute_names) - len(self.names)
         return (*(criterion.weight for criterion in self.criteria), *[0.0] * beside)
 
@@ -145,7 +145,7 @@ class Rubric:
         return [self.template.format(**given, criterion=criterion.text) for criterion in self.criteria]
 
     def read(self, logprobs: np.ndarray) -> Reading:
-        """Returns what the labels' log-probs `[N,K,L]` say."""
+        """Returns the results from the labels' log-probs `[N,K,L]`."""
         wide = logprobs.astype(np.float64)
         other = np.clip(1 - np.exp(wide).sum(-1), 0, 1)
         with np.errstate(invalid="ignore"):

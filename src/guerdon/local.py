@@ -57,7 +57,7 @@ class _LocalModel:
         self._finalizer = weakref.finalize(self, _stop, self._service, self._loop, thread, self._pid)
 
     def info(self) -> ModelSignature:
-        """Returns what the model takes and gives."""
+        """Returns the model's inputs and outputs."""
         return ModelSignature.from_metadata({**signature.metadata(self._info())})
 
     def config(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class LocalTeacher(_LocalModel):
 
     @takes(TeacherArgs)
     def logprobs(self, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
-        """Returns the log-probs of the samples' own tokens; blocks. Raises what a server would."""
+        """Returns the log-probs of the samples' own tokens; blocks. Raises a server's errors."""
         return self._submit(teacher_calls.prepare_logprobs(self._name, accept(self.logprobs, samples))).result()
 
     @takes(TeacherArgs)

@@ -11,7 +11,7 @@ from guerdon.core import ScoreRequest, Sequence
 from guerdon.teacher_core import LogprobQuery
 
 NEXT_TOKENS = "next_tokens"
-"""What forms that send a `NextTokenRequest` want of a model; every teacher and every judge gives it."""
+"""The interface of a model for `NextTokenRequest`; every teacher and every judge has it."""
 
 
 @dataclass(slots=True, eq=False)

@@ -81,7 +81,7 @@ class LogprobQuery:
         return 0 if self.given is None else self.given.shape[-1]
 
     def find_fault_of_all(self, vocab_size: int, max_top_k: int) -> str | None:
-        """Returns what is wrong with the query whatever the sequence is, if anything."""
+        """Returns the query's error independent of the sequence, if any."""
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             return f"the temperature is {self.temperature:g}; it must be finite and above 0"
         widest = min(max_top_k, vocab_size)
@@ -92,7 +92,7 @@ class LogprobQuery:
         return None
 
     def find_fault(self, tokens: int, prompt_length: int | None, vocab_size: int) -> str | None:
-        """Returns what is wrong with the query of a sequence of so many tokens, if anything."""
+        """Returns the query's error for a sequence of so many tokens, if any."""
         first = self.first(prompt_length)
         if first < 1:
             return f"start is {first}, but the first token has no log-prob; send at least 1"

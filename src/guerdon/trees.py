@@ -1,4 +1,4 @@
-"""Rollouts that branch, as trees of segments: the paths that they make, and what of a path each segment is.
+"""Rollouts that branch, as trees of segments: their paths, and each segment's place in a path.
 
 A segment is a run of tokens that follows its parent's. A path leads from a root to a leaf; models compute paths.
 """

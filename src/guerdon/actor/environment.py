@@ -14,8 +14,8 @@ from guerdon.settings.actors import RolloutConfig
 class Environment:
     """Calls `function(prompt, response)` with both as text, special tokens included, when a stop text is complete.
 
-    The function returns the text to append, after which the policy goes on, or None if the response ends here. It must
-    answer the same to the same text, so that a resumed run repeats its steps.
+    The function returns the text to append before generation continues, or None to end the response. It must answer the
+    same to the same text, so that a resumed run repeats its steps.
     """
 
     def __init__(self, name: str, tokenizer: Any) -> None:

@@ -93,7 +93,7 @@ def with_rewards(
 ) -> list[Rollout]:
     """Returns the rollouts that have a reward, sorted by group and index; raises RewardsFailed if too many failed.
 
-    The error names `origin`, what the rewards come from.
+    The error names `origin`, the source of the rewards.
     """
     failed = [rollout for rollout in rollouts if rollout.reward is None]
     if len(failed) > max_failed_fraction * len(rollouts) or len(failed) == len(rollouts):

@@ -271,7 +271,7 @@ class Generation:
         return Rollout.of(*made, self._policy.tokenizer, self._eos, observed)
 
     def _ends_at_stop(self, row: _ActiveRollout) -> bool:
-        """Whether a stop text ends the row; if the environment answers it, the row goes on after the answer."""
+        """Whether a stop text ends the row; if the environment answers it, generation continues after the answer."""
         answer = None if self._environment is None else self._environment(row.prompt, row.tokens)
         if answer is None:
             return True

@@ -23,7 +23,7 @@ TIME_IS_UP = "time limit"
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _RESERVE_S = 1.0
-"""Seconds of the time limit that are reserved for what follows the last save."""
+"""Seconds of the time limit that are reserved for the work after the last save."""
 _CHECK_EVERY_S = 0.5
 
 

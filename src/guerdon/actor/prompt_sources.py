@@ -16,8 +16,8 @@ from guerdon.settings.actors import DataConfig
 def check_prompts(config: DataConfig) -> None:
     """Reads all prompts of files and folders; raises ConfigError that names the source and the row which is wrong.
 
-    What needs the policy's tokenizer is left out: the chat template, and the prompts' lengths. So is a data set of the
-    hub, which may take long to download.
+    Independent of the policy's tokenizer: chat template and prompt lengths come later. So is a data set of the hub,
+    which may take long to download.
     """
     num_training = _count_prompts(config, config.prompts, config.split)
     if config.validation is not None:

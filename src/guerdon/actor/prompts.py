@@ -43,7 +43,7 @@ class Prompts:
     """The prompts to train on and those to validate on.
 
     A step's prompts depend on its number, the seed and the data only, so that a resumed run continues with the prompts
-    that it would have had. `skipped` lists those that were too long.
+    that it would have had. `skipped` lists prompts that were too long.
     """
 
     def __init__(
@@ -136,7 +136,9 @@ class Prompts:
 
 
 def check_sendable(prompts: Prompts, where: str, remote: RemoteRewardConfig, max_new_tokens: int) -> None:
-    """Logs what the servers of the section `where` get; raises ConfigError if these prompts cannot be sent so."""
+    """Logs the form of the samples for the servers of section `where`; raises ConfigError if these prompts do not have
+    it.
+    """
     everyone = [*prompts.training, *prompts.validation]
     plain = next((prompt for prompt in everyone if prompt.messages is None), None)
     if remote.send == "messages" and plain is not None:
@@ -198,7 +200,7 @@ class _Reader:
         self._is_bare_told = False
 
     def read(self, source: str, split: str) -> list[Prompt]:
-        """Returns the source's prompts in their order, without those that are too long."""
+        """Returns the source's prompts in their order, without too long ones."""
         prompts: list[Prompt] = []
         chunk: list[tuple[int, str | list[Message]]] = []
         for value in read_prompts(source, split, self._config.field, is_chat=self._config.template):

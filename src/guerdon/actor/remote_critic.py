@@ -22,7 +22,7 @@ from guerdon.settings.actors import RemoteCriticConfig
 class RemoteCritic(RemoteModel[CriticClient, CriticScores]):
     """A critic on a server: rewards and values of each group, and training, in the order of the calls.
 
-    Values requested after a `train` are those of the trained weights. A sample without values counts as one without a
+    Values requested after a `train` come from the trained weights. A sample without values counts as one without a
     reward.
     """
 
@@ -125,7 +125,7 @@ class RemoteCritic(RemoteModel[CriticClient, CriticScores]):
         return self._client.submit_save(metrics)
 
     def load(self, checkpoint: str | None = None) -> CheckpointInfo | None:
-        """Goes back to the checkpoint of that name; what was learnt after it may be learnt again."""
+        """Returns to the checkpoint of that name; later updates may be repeated."""
         return self._client.load(checkpoint)
 
     def state(self) -> CriticState:

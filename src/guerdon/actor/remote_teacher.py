@@ -18,8 +18,8 @@ from guerdon.settings.actors import TeacherServer
 class RemoteTeacher(RemoteModel[TeacherClient, TeacherAnswers]):
     """A teacher on a server.
 
-    `role` is what it is to the run, and the section of its settings. A response without the teacher's log-probs counts
-    as one without a reward.
+    `role` is its role in the run, and the section of its settings. A response without the teacher's log-probs counts as
+    one without a reward.
     """
 
     def __init__(self, config: TeacherServer, temperature: float, role: Literal["reference", "teacher"]) -> None:

@@ -88,7 +88,7 @@ class RunCheckpoints:
     """The newest `keep` checkpoints in `folder`."""
 
     def __init__(self, folder: Path, keep: int) -> None:
-        """Removes what a crash left incomplete; raises ConfigError if the folder cannot be written."""
+        """Removes a crash's incomplete files; raises ConfigError if the folder cannot be written."""
         self._folder = folder
         self._keep = keep
         try:
@@ -215,9 +215,9 @@ def decisive_settings(config: ActorConfig) -> dict[str, Any]:
 
 
 def decisive_contents(policy: ModelInfo, prompts_digest: str, ending: str) -> dict[str, Any]:
-    """Returns what else must not change at a resume, once the policy and the prompts are loaded.
+    """Returns further facts that must not change at a resume, once the policy and the prompts are loaded.
 
-    `ending` is what the chat template adds to each answer that is sent; empty if nothing is added.
+    `ending` is the chat template's ending of each answer that is sent; empty if there is none.
     """
     return {
         _BASE: policy.weights_version,
@@ -326,7 +326,7 @@ class CheckpointSaver:
     def save(self, snapshot: RunSnapshot, wait: WaitForSave = Future.result) -> None:
         """Saves a checkpoint and the critic's, for which `wait` waits; no-op if this step is saved.
 
-        Raises StorageFailed, and what the critic's server raises; older checkpoints stay.
+        Raises StorageFailed and the critic's errors; older checkpoints stay.
         """
         if self.newest is not None and self.newest.state.step == snapshot.state.step:
             return

@@ -73,7 +73,7 @@ class Sampler:
         return tokens, (scaled.gather(1, tokens[:, None]) - top)[:, 0] - totals.log()
 
     def _penalise(self, logits: Tensor, num_new: Tensor, seen: Tensor | None) -> Tensor:
-        """Applies what comes before the temperature; returns `logits` itself if nothing changes them, here or later."""
+        """Applies the processors before the temperature; returns `logits` itself if no processor is active."""
         config = self._config
         changed = logits
         if self.penalises:

@@ -1,4 +1,4 @@
-"""One run of an actor: its parts, its steps, and what it saves and resumes from."""
+"""One run of an actor: its parts, steps, saves and resumes."""
 
 from __future__ import annotations
 

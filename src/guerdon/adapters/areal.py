@@ -36,7 +36,7 @@ class ArealReward:
         labels: str | None = None,
         timeout_s: float = SOON_S,
     ) -> None:
-        """`send` chooses what is scored: the text of prompt and completion, or the policy's token ids.
+        """`send` chooses the samples' form: the text of prompt and completion, or the policy's token ids.
 
         Both end as the served model's chat template ends an answer (ChatML: `<|im_end|>` and a newline), if it has made
         the prompt: a policy stops before. A text may have another `ending`; an empty one adds nothing. The data set's

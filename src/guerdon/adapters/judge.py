@@ -114,7 +114,7 @@ class JudgeClient:
         self._has_learned = True
 
     def _has_changed(self, scores: Scores) -> bool:
-        """Whether the weights are others than those whose ending it has learned: their template may be another, too."""
+        """Whether the weights have changed since the ending was learned: the template may have changed, too."""
         has_changed = self._has_learned and self._version not in ("", scores.weights_version)
         self._version, self._has_learned = scores.weights_version, self._has_learned and not has_changed
         return has_changed
@@ -139,7 +139,7 @@ class JudgeClient:
         return samples
 
     def _warn(self, ending: Ending, texts: Texts, made: Sequence[str | None], completes: bool) -> None:
-        """Logs once what is wrong with the texts' template or ending, if anything."""
+        """Logs a fault of the texts' template or ending once."""
         model = self._arguments[1]
         if self._has_warned:
             return
@@ -178,8 +178,9 @@ _judges: dict[tuple[str | tuple[str, ...], str, float, Credentials], JudgeClient
 def make_samples(prompts: Sequence[Prompt], completions: Sequence[Prompt], ending: str | None = None) -> ScoreArgs:
     """Returns the client's arguments for prompts with completions, either all texts or all lists of messages.
 
-    Completes each text with `ending`, without doubling what it has of that. Equal prompts form one group, also across
-    calls and processes. Raises InvalidRequest for a sample that is neither, or of another kind than the first one.
+    Completes each text with `ending`, without doubling a part that it already has. Equal prompts form one group, also
+    across calls and processes. Raises InvalidRequest for a sample that is neither, or of another kind than the first
+    one.
     """
     pairs = list(zip(prompts, completions, strict=True))
     is_text = not pairs or isinstance(pairs[0][0], str)

@@ -24,8 +24,8 @@ _COUNT = "served_critic_updates"
 def register(url: str, name: str = "critic", *, run: str = "ppo", timeout_s: float = TIMEOUT_S) -> None:
     """Has NeMo-RL's PPO use the critic at `url` in place of its value workers.
 
-    The train requests have the ids RUN:0, RUN:1, ...: a critic never applies one twice, so that another run that goes
-    on with the same critic needs another name. A call fails after `timeout_s`.
+    The train requests have the ids RUN:0, RUN:1, ..., none of which is applied twice: another run with the same critic
+    needs another name. A call fails after `timeout_s`.
     """
     from nemo_rl.algorithms import ppo
 
@@ -78,7 +78,7 @@ class ServedValue:
         (Path(weights_path) / _COUNT).write_text(str(self._num_updates))
 
     def shutdown(self) -> bool:
-        """Closes the connection; the server goes on."""
+        """Closes the connection; the server keeps running."""
         self._critic.close()
         return True
 

@@ -22,7 +22,7 @@ from guerdon.errors import ConfigError
 
 
 class CriticActor:
-    """Stands for OpenRLHF's CriticModelActor: what its trainer calls, each for all micro-batches at once."""
+    """Replaces OpenRLHF's CriticModelActor: its trainer's calls, each for all micro-batches at once."""
 
     def __init__(self, world_size: int, rank: int, master_addr: str | None = None, master_port: int | None = None):
         self._world_size, self._rank = world_size, rank
@@ -68,7 +68,7 @@ class CriticActor:
         return [None] * len(experience)
 
     def fit(self) -> dict[str, float]:
-        """Trains on what was appended, `--train.max_epochs` times, in one request; returns OpenRLHF's metrics."""
+        """Trains on the appended experiences in one request, `--train.max_epochs` times; returns their metrics."""
         if self._rank > 0:
             return {}
         self._step += 1
@@ -106,7 +106,7 @@ class CriticActor:
 
 
 class WithoutGpu:
-    """Stands for the Ray class, of which OpenRLHF's RayActorGroup starts actors with a share of a GPU each."""
+    """Replaces the Ray class whose actors OpenRLHF's RayActorGroup starts, each with a share of a GPU."""
 
     @staticmethod
     def options(resources: Any = None, **_: Any) -> Any:

@@ -91,7 +91,7 @@ class CriticCallback(TrainerCallback):
         return batch
 
     def _ask(self, samples: list[MaskedTokens]) -> list[np.ndarray]:
-        """Returns each completion's advantages; the main process asks once for those of all processes."""
+        """Returns each completion's advantages; the main process sends one request for all processes."""
         accelerator, size = self._trainer.accelerator, len(samples)
         everyone: list[MaskedTokens] = gather_object(samples)
         answer: list[Any] = [None]

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class ServedTeacher(torch.nn.Module):
     """A frozen teacher for DistillationTrainer and GKDTrainer.
 
-    Only its output head is in the trainer's memory: the server sends what the head turns into logits.
+    Only its output head is in the trainer's memory; the server sends hidden states.
     """
 
     def __init__(self, url: str | Sequence[str], model: str = "teacher", *, timeout_s: float = TIMEOUT_S) -> None:

@@ -92,7 +92,7 @@ def compute_score(
     timeout_s: float = TIMEOUT_S,
     **by_verl: Any,
 ) -> dict[str, float]:
-    """Returns `score`, the reward, and each component, of which verl keeps a column each.
+    """Returns `score`, the reward, and each component, which verl keeps as columns.
 
     The prompt is `extra_info[prompt_key]`: messages, which the server formats, or a text, to which the response is
     appended. A last message of the assistant's begins the response. A text that the served model's chat template has

@@ -1,4 +1,4 @@
-"""What the command prints: status lines, errors with advice, and logs; in colour on terminals that show colours."""
+"""Console output: status lines, errors with advice, and logs; coloured on terminals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _ADVICE: dict[type[GuerdonError], str] = {
     errors.DeadlineExceeded: "check with `guerdon doctor URL` whether the server is ready; it may be overloaded",
     GuerdonError: "fix the cause and run the same command again: it continues where it stopped",
 }
-"""What to do about errors that do not say it themselves."""
+"""Remedies for errors without one."""
 
 
 def describe_model(info: ModelInfo) -> str:
@@ -73,7 +73,7 @@ def describe_model(info: ModelInfo) -> str:
 
 
 def describe_proofs(info: ModelInfo) -> str:
-    """Returns what the start has proved of a model, in one line."""
+    """Returns a model's proofs at the start, in one line."""
     return f"{info.name}, proved: {'; '.join(info.proofs)}"
 
 
@@ -93,14 +93,14 @@ def describe_places(places: Mapping[str, Iterable[str]]) -> str:
 
 
 def describe_persistence(critic: CriticConfig) -> str:
-    """Returns where what a critic learns is saved, if it is."""
+    """Returns where a critic's updates are saved, if anywhere."""
     if critic.checkpoint_dir is None:
         return f"{critic.name} learns; WHAT IT LEARNS IS LOST AT EXIT: give --checkpoint-dir to save it"
     return f"{critic.name} learns; what it learns is saved in {critic.checkpoint_dir}"
 
 
 def describe_stopped(critic: CriticConfig, state: CriticState) -> str:
-    """Returns the step at which a critic stopped, and what is saved and journalled."""
+    """Returns the step at which a critic stopped, with its saved and journalled state."""
     stopped = f"{critic.name} stopped at step {state.step}"
     if not state.is_durable:
         return f"{stopped}; WHAT IT LEARNED IS LOST, because there is no --checkpoint-dir"

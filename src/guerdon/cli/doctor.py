@@ -284,7 +284,7 @@ def _find_lacking(requirements: Iterable[Requirement]) -> tuple[list[str], list[
 
 
 def _describe_versions(requirements: Iterable[Requirement]) -> str:
-    """Returns names and versions of what is installed."""
+    """Returns names and versions of installed packages."""
     found = [(part.name, _version_of(part.name)) for part in requirements]
     return ", ".join(f"{name} {version}" for name, version in found if version is not None)
 

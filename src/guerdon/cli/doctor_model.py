@@ -1,4 +1,4 @@
-"""`guerdon doctor MODEL`: loads a model as a server or an actor would, and says what it is, reads and needs."""
+"""`guerdon doctor MODEL`: loads a model as a server or an actor would, and describes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The subcommands: their flags, and what they run."""
+"""The subcommands: flags and functions."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ _SERVER_MODULES = (
 _ACTOR_MODULES = (
     "guerdon.actor.launch", "guerdon.actor.reinforce", "guerdon.actor.ppo", "guerdon.actor.distill", *_MODELS,
 )  # fmt: skip
-"""What takes the time of a rank's imports; without a part of it a rank only starts later."""
+"""The slow imports of a rank, preloaded only to start it faster."""
 
 
 def _launch(config: ParallelConfig, device: str, work: Callable[[], int], modules: tuple[str, ...]) -> int:

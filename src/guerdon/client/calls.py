@@ -166,7 +166,7 @@ _DEFAULTS = {"priority": 0, "updates": 1, "temperature": 1.0, "entropy": False}
 
 
 def takes(arguments: type, defaults: Mapping[str, Any] = _DEFAULTS) -> Callable[[F], F]:
-    """Decorates a call that takes the keys of a typed dict as keywords: they stand in its signature."""
+    """Decorates a call whose keywords are a typed dict's keys: adds them to its signature."""
 
     def decorate(call: F) -> F:
         signature = inspect.signature(call)

@@ -86,11 +86,11 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
 
     `url` is the server's http://, https://, grpc:// or grpcs:// address (a bare host:port means http); `credentials`
     and forks are as a RewardClient's. `name` is the critic's name, or its models' names by operation (infer, train,
-    save, ...; any other is critic_<operation>).
-    Calls go in the order in which they are made: values after a train are those of the trained weights, and a train
-    waits for the values before it. While the server is away or restarts, calls are retried until the policy's time is
-    over. A server with a folder for checkpoints then has lost nothing, and applies no train request twice; one without
-    starts again from step 0, and the next train or validate raises CriticReset, as after another client's `load`.
+    save, ...; any other is critic_<operation>). Calls are executed in order: values after a train come from the trained
+    weights, and a train waits for the values before it. While the server is away or restarts, calls are retried until
+    the policy's time is over. A server with a folder for checkpoints then has lost nothing, and applies no train
+    request twice; one without starts again from step 0, and the next train or validate raises CriticReset, as after
+    another client's `load`.
     """
 
     @takes(ClientArgs, _DEFAULTS)
@@ -135,9 +135,9 @@ class CriticClient(CriticModels, BlockingClient[OrderedSession]):
         """Returns a future of the report on training on these rows, at once.
 
         Row i has T_i tokens and T_i - 1 entries of each other array. Without `lengths` an array `[N, T]` is N rows of T
-        tokens, of which the mask says what is learnt. Give `returns` and `prev_values`, or `rewards`: the report then
-        has `advantages` and `returns`. A failure is logged; if nobody has looked at the future by the next call, that
-        call raises it.
+        tokens; the mask selects trained ones. Give `returns` and `prev_values`, or `rewards`: the report then has
+        `advantages` and `returns`. A failure is logged; if the future has not been read by the next call, that call
+        raises it.
         """
         request = critic_calls.make_train_request(tokens, returns, prev_values, mask, **accept(self.train, options))
         future: TrainFuture[TrainReport] = TrainFuture(self._here(), request.id)

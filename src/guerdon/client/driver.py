@@ -30,7 +30,7 @@ T = TypeVar("T")
 class Session:
     """The connections, queue and servers of one client, within one event loop; only `run_here` is for other threads.
 
-    At most `max_in_flight` calls are under way; the others wait, and those of higher priority go first.
+    At most `max_in_flight` calls are in progress; the others wait, by priority.
     """
 
     def __init__(self, addresses: list[Address], policy: RetryPolicy, max_in_flight: int, asks: str = "") -> None:
@@ -54,7 +54,7 @@ class Session:
     async def run(
         self, steps: Steps[T], priority: int = 0, is_wanted: Callable[[], bool] | None = None, step: Step | None = None
     ) -> T:
-        """Returns the result of a call's steps, of which `step` is the next if any was taken before.
+        """Returns the result of a call's steps; `step` is the next one if some have been executed.
 
         Is cancelled if `is_wanted`, called before the first step, returns False.
         """

@@ -225,7 +225,7 @@ class Client(Generic[S]):
 
 
 class BlockingClient(Client[S]):
-    """A client for threads: safe to use from many, and after a fork; closes by itself when nobody holds it.
+    """A blocking client: thread-safe, usable after a fork; closes itself when garbage-collected.
 
     Over gRPC, fork while no call is under way; else the child's calls raise GuerdonError.
     """

@@ -135,8 +135,8 @@ class GrpcTransport:
     """Performs steps over one channel, which opens at the first step, within one event loop.
 
     The channel is grpcio's, not `grpc.aio`'s, whose thread is always at work once it is open: grpcio's survives a fork
-    while no call is under way. After any other fork the child's calls would hang, or break those of the parent, so
-    they raise GuerdonError.
+    while no call is under way. After any other fork the child's calls would hang, or break the parent's, so they raise
+    GuerdonError.
     """
 
     def __init__(self, address: Address, policy: RetryPolicy) -> None:
@@ -190,7 +190,7 @@ class GrpcTransport:
         return exchange.result(message, (*rpc.initial_metadata(), *rpc.trailing_metadata()))
 
     async def close(self) -> None:
-        """Closes the channel; ends what is under way with Cancelled."""
+        """Closes the channel; calls in progress end with Cancelled."""
         with self._lock:
             channel, self._channel, self._is_closed = self._channel, None, True
         if channel is not None:
@@ -255,7 +255,7 @@ def _options(policy: RetryPolicy) -> list[tuple[str, int]]:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", max(100, int(policy.connect_timeout_s * 1e3))),
         ("grpc.max_reconnect_backoff_ms", 1000),
-        # Own connections: those that a process shares by default do not work in its forks.
+        # Separate connections: a process's shared ones do not work in its forks.
         ("grpc.use_local_subchannel_pool", 1),
         # Notices a dead host; servers refuse pings more often than every five minutes.
         ("grpc.keepalive_time_ms", 330_000),

@@ -98,7 +98,7 @@ class HttpExchange:
         return "POST", headers | dict(self.step.trace), body
 
     def result(self, reply: HttpReply) -> Any:
-        """Returns the step's result; raises the error that the status stands for."""
+        """Returns the step's result; raises the status's error."""
         if reply.status == 304 and isinstance(self.step, FetchHead):
             return None
         if reply.status != 200:
@@ -260,8 +260,8 @@ class HttpTransport:
 def fetch(address: Address, path: str, *, method: str = "GET", timeout_s: float = 5.0) -> HttpReply:
     """Returns the reply, of status 200, to one blocking request without a body, which carries the address's key.
 
-    Raises Unreachable without a reply, the error that another status stands for, with the server's own text if it
-    sends one, and ConfigError if a file of the credentials cannot be read.
+    Raises Unreachable without a reply, the error class of a status with the server's text, if any, and ConfigError for
+    an unreadable file of the credentials.
     """
     tls = address.credentials.tls() if address.has_tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:

@@ -34,12 +34,12 @@ class Turnstile(Generic[T]):
         self._waiting: deque[tuple[T, bool]] = deque()
 
     def arrive(self, who: T, *, alone: bool) -> list[T]:
-        """Appends `who` to the queue; returns those that may go now, in order."""
+        """Appends `who` to the queue; returns the entries that may proceed, in order."""
         self._waiting.append((who, alone))
         return self._admit()
 
     def leave(self, who: T) -> list[T]:
-        """Removes `who`, which has ended or gave up; returns those that may go now, in order."""
+        """Removes `who`, which has ended or given up; returns the entries that may proceed, in order."""
         if who in self._inside:
             self._inside.remove(who)
         else:
@@ -118,7 +118,7 @@ class Failures:
             self._failed.append((future, error))
 
     def raise_unseen(self) -> None:
-        """Raises the error of the first failed request whose future nobody has looked at."""
+        """Raises the error of the first failed request with an unread future."""
         while True:
             try:
                 future, error = self._failed.popleft()
@@ -177,7 +177,7 @@ class TrainFuture(CallFuture[T]):
 
 
 class AsyncTrainFuture(asyncio.Future[TrainReport]):
-    """`TrainFuture` for an event loop: await it. Cancelling it does not undo what was sent."""
+    """`TrainFuture` for an event loop: await it. Cancelling it does not undo a sent request."""
 
     def __init__(self, train_id: str) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ class Pairs:
     chosen: list[float] = field(default_factory=list, repr=False)
     rejected: list[float] = field(default_factory=list, repr=False)
     num_failed: int = 0
-    """Pairs of which a response has no reward; the other figures ignore them."""
+    """Pairs with a response without a reward; the other figures ignore them."""
 
     def __len__(self) -> int:
         return len(self.chosen)

@@ -168,7 +168,7 @@ class Caller:
                 result: InferResult = yield Infer(endpoint, model, kept[0].build(signature, left_s), left_s)
             except errors.Unavailable as e:
                 # A full queue has refused the request, and without a connection it was never sent. Any other error may
-                # be a proxy's, behind which the server has it.
+                # be a proxy's, and the server may have the request.
                 may_have_it = (
                     e.may_have_arrived if isinstance(e, errors.Unreachable) else not isinstance(e, errors.Overloaded)
                 )

@@ -43,7 +43,7 @@ _ROW_ERRORS = (InvalidRequest, PayloadTooLarge, SampleFailed)
 
 _MAX_GROUP = 64
 _TIMEOUT_S = 3600.0
-"""Long, because nobody waits for a single row, and one slow request should not end the run."""
+"""Long, because no caller waits for a single row, and one slow request should not end the run."""
 
 _LEAST_PAUSE_S = 0.1
 
@@ -242,7 +242,7 @@ class _Output:
             )
 
     def check_weights(self, scorer: ScoreClient) -> None:
-        """Scores the first row with a reward again: raises StartError if its weights are not those of all rows.
+        """Scores the first row with a reward again; raises StartError unless all rows have its weights.
 
         Logs a warning if only its rewards differ: settings such as the pooling are no part of the weights' version.
         """

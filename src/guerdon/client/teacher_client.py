@@ -59,7 +59,7 @@ class TeacherClient(BlockingClient[Session]):
     def hidden(self, *, dtype: Literal["bfloat16"] | None = None, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns what the head turns into the logits of each asked token.
 
-        A `dtype` of bfloat16 rounds the states of a float32 model, which halves what is sent.
+        A `dtype` of bfloat16 rounds the states of a float32 model, which halves their size.
         """
         return self._ask(teacher_calls.prepare_hidden(self._model, dtype, accept(self.hidden, samples)))
 

@@ -21,7 +21,7 @@ class ServedScorer(Protocol):
 
     One that `takes_all` gets all sequences on every rank and splits them itself; rank 0's results count. One that runs
     by several paths also has `score_plainly`, which scores by the plain forward, and `leave_path`, which makes that the
-    only one. One that can be unloaded has `discard`, which frees what it holds.
+    only one. One that can be unloaded has `discard`, which frees its memory.
     """
 
     info: ModelInfo

@@ -51,7 +51,7 @@ def send_to_leader(data: bytes, group: ProcessGroup) -> None:
 
 
 def gather(group: ProcessGroup) -> list[bytes]:
-    """Returns on rank 0 what the others send, by rank; rank 0's own entry is empty."""
+    """Returns on rank 0 the others' data, by rank; rank 0's own entry is empty."""
     size = distributed.get_world_size(group)
     own, _ = _blocks(b"", _UP_BYTES)
     blocks = [torch.empty_like(own) for _ in range(size)]

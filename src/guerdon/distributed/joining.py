@@ -25,8 +25,9 @@ JOIN_S = 300.0
 FOREVER = timedelta(days=365)
 """No timeout between commands; heartbeats check liveness."""
 LETS_GO_S = 0.3
-"""How long a process waits at exit for gloo's threads to release what they have sent. They need the GIL for that, and a
-thread that asks for the GIL during interpreter shutdown is killed inside gloo, which aborts the process."""
+"""Wait at exit for gloo's threads to release sent buffers. They need the GIL for that, and a thread that asks for the
+GIL during interpreter shutdown is killed inside gloo, which aborts the process.
+"""
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
 
 

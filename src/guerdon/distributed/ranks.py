@@ -1,4 +1,4 @@
-"""This process among those that hold one model, and the collectives between them.
+"""This process as a rank of one model, and the collectives between ranks.
 
 A launcher starts the processes, torchrun or `launcher.py`: W of them are W / T data-parallel parts of T tensor-parallel
 ranks each. Ranks of one part are neighbours: rank r belongs to part r // T. Rank 0 leads.
@@ -44,7 +44,7 @@ class Member:
 
 @dataclass(slots=True)
 class Doing:
-    """What this rank does now, for its heartbeats; shared by all copies of its Ranks.
+    """This rank's current activity, for its heartbeats; shared by all copies of its Ranks.
 
     `ticks` counts progress, `num_waits` how many nested waits for others it is in. `failure` is the error with which it
     waits for the others, `failed` the number of the command that raised it, or IN_TALK. On rank 0 `num_gathered` is the

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Fallback:
-    """What `Forward` does about its path."""
+    """The policy of `Forward` for its path."""
 
     path: str
     info: ModelInfo
@@ -66,7 +66,7 @@ class Fallback:
     def retry_plainly(self, work: Callable[[], T]) -> T:
         """Returns what `work` does; if it fails by the chosen path but not by the plain one, leaves the path.
 
-        `work` must undo what it did if it raises, and raise on all ranks if any does.
+        `work` must undo its effects if it raises, and raise on all ranks if any does.
         """
         chosen = self.path
         try:

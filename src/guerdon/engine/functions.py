@@ -53,7 +53,7 @@ _OF_TOKENS = dict.fromkeys(("max_length", "truncation"), "leave it out there: th
 
 @dataclass(frozen=True, slots=True)
 class FunctionForm:
-    """What a user's function takes: `texts`, `responses` or `tokens`, and which of `prompts` and `labels`.
+    """A user function's parameters: `texts`, `responses` or `tokens`, and optionally `prompts` and `labels`.
 
     Samples without one of the `required` fail. `version` changes with its name and with the file of its module.
     """
@@ -65,7 +65,7 @@ class FunctionForm:
     version: str = "1"
 
     def info(self, config: ModelConfig) -> ModelInfo:
-        """Returns what the function is as a model; raises ConfigError for a setting that does not apply."""
+        """Returns the function's description as a model; raises ConfigError for a setting that does not apply."""
         if self.takes != "tokens":
             _refuse(config, _OF_TOKENS, "a function of texts")
         return ModelInfo(
@@ -84,7 +84,7 @@ class FunctionForm:
         )
 
     def read(self, sequence: Sequence, name: str) -> Any:
-        """Returns what the function gets of the sample, or the InvalidRequest if something is missing."""
+        """Returns the sample's arguments for the function, or an InvalidRequest if one is missing."""
         for required in self.required:
             if getattr(sequence, _EXTRA[required]) is None:
                 return InvalidRequest(
@@ -182,7 +182,7 @@ class FunctionScorer:
         return False
 
     def score(self, sequences: list[Sequence]) -> list[Score | InvalidRequest | SampleFailed]:
-        """Returns one result for each sequence, in order; calls the function with those that have all it reads."""
+        """Returns one result per sequence, in order; calls the function with complete ones only."""
         results = [self._form.read(s, self.info.name) for s in sequences]
         fine = [i for i, sample in enumerate(results) if not isinstance(sample, InvalidRequest)]
         if fine:
@@ -331,7 +331,7 @@ def check_batching(max_queue_delay_microseconds: float, strip_sequence_length_to
 
 
 def as_scores(values: Any, count: int, name: str) -> list[Score | SampleFailed]:
-    """Returns what a function returned as the results of its samples."""
+    """Converts a function's return value to its samples' results."""
     with np.errstate(over="ignore"):  # becomes the sample's error
         rewards = np.asarray(values, dtype=np.float32)
     if rewards.ndim == 0 or rewards.size != count:

@@ -184,7 +184,7 @@ class CachedDecoder:
 def _within(positions: np.ndarray, max_length: int | None) -> np.ndarray:
     """Clips positions to the longest sequence: the model may have none beyond it.
 
-    Only finished rows that were not dropped yet get there, and nobody reads their logits.
+    Only finished rows that were not dropped yet get there, and their logits are not read.
     """
     return positions if max_length is None else np.minimum(positions, max_length - 1)
 

@@ -1,4 +1,4 @@
-"""Proves what a hidden state does not depend on: neighbours in its batch, siblings under its prompt, later tokens.
+"""Proves that a hidden state does not depend on neighbours in its batch, siblings under its prompt, or later tokens.
 
 A tolerance cannot prove it: in bfloat16 rounding is larger than what a recurrent state of freshly initialised weights
 carries from one row into the next. So the same batch is computed twice, with the same shapes and other contents in some
@@ -30,7 +30,7 @@ _LEAF = 5
 _ROWS = 3
 """Rows of their own, and as many siblings."""
 WINDOW = 20
-"""What windows are cut to, so that short probes reach beyond them."""
+"""Window size during probes, so that short probes reach beyond it."""
 ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2}
 """Largest change without a gradient that passes for rounding; in bfloat16 and others 5e-2."""
 _WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "local_attention", "window_size")
@@ -72,7 +72,8 @@ class Swap:
 
 
 def swap_neighbours(forward: Forward, path: str) -> tuple[float, list[Swap]]:
-    """Returns the largest change of a state whose row kept its content, as `largest_change`, and what was exchanged.
+    """Returns the largest change of a state whose row kept its content, as `largest_change`, and a description of the
+    exchange.
 
     The path's attention must be in use. Every row is kept once, while all beside it are exchanged.
     """

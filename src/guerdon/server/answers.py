@@ -48,7 +48,7 @@ def assemble(job: Job, version: str, sequences: list[Sequence], errors: list[Inv
 
 
 def deliver(jobs: list[Job], loop: asyncio.AbstractEventLoop | None) -> None:
-    """Wakes those who await the jobs on `loop`, all at once; on any thread."""
+    """Wakes all waiters for the jobs on `loop` at once; thread-safe."""
     if not jobs:
         return
     assert loop is not None, "start() comes first"

@@ -20,7 +20,7 @@ from guerdon.teacher_core import HeadFile, TokenLogprobs
 from guerdon.wire.forms.tokens import TextTokenizer
 
 Steps = Generator[None, None, ListLike[np.ndarray | InvalidRequest]]
-"""Tokenises in short steps; returns rows of ids, or what is wrong with them."""
+"""Tokenises in short steps; returns rows of ids, or their errors."""
 
 PairSteps = Generator[None, None, ListLike[Sequence | InvalidRequest]]
 """The same for pairs of texts."""
@@ -86,7 +86,7 @@ class Tokenizer(Encoder, Protocol):
 
 
 class Served(Protocol):
-    """A model that the worker holds, as the service sees it: what it is, and how text becomes its ids."""
+    """A worker's model in the service: its description, and its tokenisation."""
 
     info: ModelInfo
     encoder: Encoder | None
@@ -128,7 +128,7 @@ class Judge(Asked, Protocol):
 
 
 def batch_limits(model: ServedModelConfig, served: Served, num_parts: int) -> Limits:
-    """Returns what one batch and the queue of a model may hold; each of `num_parts` computes a part of a batch."""
+    """Returns the limits of a model's batch and queue; each of `num_parts` computes a part of a batch."""
     return Limits(
         max_batch_tokens=served.max_batch_tokens * (1 if served.takes_all else num_parts),
         max_queue_tokens=model.max_queue_tokens,
@@ -202,7 +202,7 @@ class Catalog:
         return [*(made.info for made in self.sums.values()), *(entry.info for entry in self.entries.values())]
 
     def loaded(self) -> list[ModelInfo]:
-        """Returns those of `infos` that are not unloaded."""
+        """Returns the loaded models of `infos`."""
         return [info for info in self.infos() if self.is_loaded(info.name)]
 
     def is_loaded(self, name: str) -> bool:

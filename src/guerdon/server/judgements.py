@@ -43,7 +43,7 @@ def read(judge: Asked, request: ScoreRequest, numbers: Iterable[int]) -> list[Sa
 
 
 def words(judge: Asked, request: ScoreRequest, numbers: Iterable[int]) -> list[str | InvalidRequest]:
-    """Returns the one question about each of these samples, or what is wrong with it."""
+    """Returns the one question about each sample, or its error."""
     return [one if isinstance(one, InvalidRequest) else judge.render(one)[0] for one in read(judge, request, numbers)]
 
 
@@ -59,7 +59,7 @@ def make_plan(judge: Judge, request: ScoreRequest, samples: list[Sample | Invali
 
 
 def questions(judge: Judge, subjects: Iterable[Sample | Pair]) -> list[str | InvalidRequest]:
-    """Returns one text, or what is wrong, for each criterion of each of these subjects."""
+    """Returns one text, or an error, for each criterion of each subject."""
     return [question for subject in subjects for question in judge.render(subject)]
 
 

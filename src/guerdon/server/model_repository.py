@@ -90,7 +90,7 @@ class Repository:
     async def load(self, name: str, source: str | None, client: str = "") -> str:
         """Loads the checkpoint `source`, None for the current one again; returns the new weights' version.
 
-        If it fails, the current model goes on serving. Raises UnknownModel; Unsupported for a function; Forbidden, and
+        If it fails, the current model keeps serving. Raises UnknownModel; Unsupported for a function; Forbidden, and
         InvalidRequest if `source` does not exist, cannot be served or has another signature; Overloaded while the model
         is being changed; ServerFault, also for lack of memory. Cancelling does not stop it; the log says how it went
         and that `client` asked.
@@ -200,7 +200,7 @@ class Repository:
         return info.weights_version
 
     async def _change(self, name: str, folder: str) -> GuerdonError | None:
-        """Loads the model and puts it in place; returns why not if it cannot, and the current one goes on serving."""
+        """Loads and swaps in the model; on failure returns the error, and the current one keeps serving."""
         entry = self._catalog.entries[name]
         still = f"{name} was not loaded and " + ("stays unloaded" if entry.served is None else "serves on as before")
         try:

@@ -41,10 +41,10 @@ _SHOWN_IDS = 8
 _SHOWN = 60
 
 Parts = ListLike[str | InvalidRequest]
-"""A part of each sample's text, or what is wrong with it."""
+"""A part of each sample's text, or its error."""
 
 Rows = ListLike[np.ndarray | Sequence | str | InvalidRequest]
-"""Of each sample its ids, or its text, or what is wrong with it."""
+"""Each sample's ids, its text, or its error."""
 
 
 class Workers:
@@ -55,7 +55,7 @@ class Workers:
         self._turns = FairTurns(NUM_THREADS)
 
     def close(self) -> None:
-        """Ends the threads; cancels what waits for them."""
+        """Ends the threads; cancels waiting work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
@@ -345,7 +345,7 @@ class Reader(Workers):
 def _to_sequences(
     rows: Rows, request: ScoreRequest, cut: Truncation | None, info: ModelInfo
 ) -> tuple[list[Sequence], list[InvalidRequest | None]]:
-    """Returns the sequence of each row, and what is wrong with it, if anything."""
+    """Returns each row's sequence, and its error, if any."""
     sequences = [sequence(row, request, i) for i, row in enumerate(rows)]
     errors = [row if isinstance(row, InvalidRequest) else None for row in rows]
     if cut is not None:
@@ -408,7 +408,7 @@ def find_splits(
 ) -> ListLike[int | InvalidRequest | None] | None:
     """Returns where each text divides into a pair, None for one that does not; None if none does.
 
-    To a model that `reads_pairs` a prompt and what follows it are a pair, unless the text has special tokens already.
+    For a model that `reads_pairs` a prompt and its continuation are a pair, unless the text already has special tokens.
     """
     if request.splits is not None or not info.reads_pairs or request.prompts is None:
         return request.splits
@@ -485,7 +485,7 @@ def size_answers(sequences: list[Sequence], info: ModelInfo) -> None:
 
 
 def find_fault(s: Sequence, info: ModelInfo) -> InvalidRequest | None:
-    """Returns what is wrong with one sequence, if anything."""
+    """Returns the error of one sequence, if any."""
     if s.text is not None:
         return None
     tokens = s.tokens
@@ -577,7 +577,7 @@ def _why(info: ModelInfo) -> str:
 
 
 def _response(conversation: list[Message]) -> str | InvalidRequest:
-    """Returns what a function reads of a conversation."""
+    """Returns a conversation's fields for a function."""
     try:
         return response(conversation)
     except InvalidRequest as e:

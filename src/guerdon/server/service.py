@@ -100,11 +100,11 @@ class Service:
         hold: answers.Hold = answers.hold_nothing,
         started: float | None = None,
     ) -> ScoreReply:
-        """Returns one result per sample, in order; cancelling the call drops what has not started.
+        """Returns one result per sample, in order; cancelling the call drops unstarted sequences.
 
         `hold` is called with what will be computed, and raises if its answer has no room. `started` is the monotonic
-        time of its arrival, by default now. The error of a single sample stands in its
-        place. Raises InvalidRequest if the request as a whole is wrong, Overloaded, Unavailable and DeadlineExceeded.
+        time of its arrival, by default now. A failed sample's result is its error. Raises InvalidRequest if the request
+        as a whole is wrong, Overloaded, Unavailable and DeadlineExceeded.
         """
         tracing.tell(sequences=len(request))
         if len(request) > self.max_request_sequences:
@@ -219,7 +219,7 @@ class Service:
         return self.loops.is_running
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """Finishes what is queued and ends the threads that compute; blocks until then, at most `timeout_s`."""
+        """Finishes queued work and ends the computing threads; blocks until then, at most `timeout_s`."""
         self.ready = False
         self.recorder.stop()
         has_ended = self.loops.stop(timeout_s)

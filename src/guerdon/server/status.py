@@ -1,4 +1,4 @@
-"""What a server says about itself, the same over every transport."""
+"""A server's description of itself, the same over every transport."""
 
 from __future__ import annotations
 

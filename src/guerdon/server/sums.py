@@ -231,7 +231,7 @@ def _version(names: ListLike[str], versions: ListLike[str]) -> str:
 
 
 def _readings(infos: ListLike[ModelInfo]) -> str:
-    """Describes what each component reads."""
+    """Describes each component's inputs."""
     return "; ".join(f"{info.name} reads {_reading(info)}" for info in infos)
 
 

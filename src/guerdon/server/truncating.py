@@ -58,7 +58,7 @@ def nothing_left(cut: Truncation) -> InvalidRequest:
 def split_at_cut(encoder: Tokenizer, request: ScoreRequest, i: int, cut: Truncation) -> tuple[str, str] | None:
     """Returns sample `i` as one text, and the part that truncation keeps before it keeps any of the response.
 
-    None if nobody knows where the response is, or if it is empty. A conversation's response is its last message.
+    None if the response's place is unknown, or if it is empty. A conversation's response is its last message.
     """
     if request.messages is not None:
         text = encoder.render(request.messages[i])

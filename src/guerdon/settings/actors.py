@@ -309,7 +309,7 @@ class ActorConfig:
     policy: PolicyConfig = setting(PolicyConfig, PolicyConfig.__doc__ or "")
     data: DataConfig = setting(DataConfig, "Where prompts come from.")
     rollouts: RolloutConfig = setting(RolloutConfig, "How responses are sampled.")
-    run: RunConfig = setting(RunConfig, "How long the run lasts, and what it saves.")
+    run: RunConfig = setting(RunConfig, "Length of the run, and its output.")
     parallel: ParallelConfig = setting(ParallelConfig, "The ranks that share the policy.")
 
     def contradictions(self) -> Contradictions:
@@ -414,7 +414,7 @@ def get_remote(config: RewardedRunConfig) -> tuple[str, RemoteRewardConfig]:
 
 
 def describe_run(config: ActorConfig) -> str:
-    """Returns in one line what a run loads, what it learns from, and where its results go."""
+    """Returns a run's model, its source of learning and its output folder, in one line."""
     if isinstance(config, DistillRunConfig):
         origin = f"the teacher's log-probs come from {config.teacher.url}"
     else:

@@ -59,7 +59,7 @@ class ParseConfig:
 
 @dataclass
 class BudgetConfig:
-    """What a judge may use up over the life of its cache folder, restarts included."""
+    """A judge's budget over the life of its cache folder, restarts included."""
 
     calls: int | None = setting(None, "Maximum number of answered calls.", least=1)
     tokens: int | None = setting(
@@ -84,11 +84,9 @@ class ChatJudgeConfig:
     api_key_file: str | None = setting(None, "File with the API key.")
     template: str = setting("", "The user's message, with {response} and optionally {prompt} and {reference}.")
     system: str = setting("", "The system message.")
-    parse: ParseConfig = setting(ParseConfig, "How a number is read from the answer.")
-    parse_retries: int = setting(
-        2, "How often a question is asked again after an answer that cannot be read, is cut, or refuses.", least=0
-    )
-    samples: int = setting(1, "Number of answers to each question; the reward is their mean.", least=1, most=1000)
+    parse: ParseConfig = setting(ParseConfig, "How to parse a number from the answer.")
+    parse_retries: int = setting(2, "Retries of a question after an unreadable, cut or refused answer.", least=0)
+    samples: int = setting(1, "Answers per question; the reward is their mean.", least=1, most=1000)
     temperature: float | None = setting(None, "Temperature of the answers; default: the judge's own.", least=0)
     max_tokens: int | None = setting(1024, "Maximum length of an answer. null: the judge's own.", least=1)
     extra: dict[str, Any] | None = setting(None, "More fields of the request, such as {reasoning_effort: low}.")
@@ -98,9 +96,9 @@ class ChatJudgeConfig:
     call_retries: int = setting(
         8, "Retries of a call after a lost connection, a timeout, or status 408, 409, 429, 5xx.", least=0
     )
-    budget: BudgetConfig = setting(BudgetConfig, "What the judge may use up.")
-    prompt_price: float | None = setting(None, "Price of a million tokens of prompts.", least=0)
-    completion_price: float | None = setting(None, "Price of a million tokens of answers.", least=0)
+    budget: BudgetConfig = setting(BudgetConfig, "Limits of the judge's use.")
+    prompt_price: float | None = setting(None, "Price of a million prompt tokens.", least=0)
+    completion_price: float | None = setting(None, "Price of a million answer tokens.", least=0)
     max_queue_tokens: int = setting(
         4_000_000, "Maximum number of queued tokens (estimate); above it: status 503.", least=1
     )

@@ -144,7 +144,7 @@ LEARNING = tuple(f.name for f in dataclasses.fields(LearningConfig) if f.name !=
 
 @dataclass
 class IsolationConfig:
-    """A user's function in child processes, and what one sample may use there."""
+    """Isolation of a user's function in child processes, and the limits of one sample."""
 
     isolate: bool = setting(
         False, "Call a function in child processes with the limits below; a failure concerns its own sample alone."

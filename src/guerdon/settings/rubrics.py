@@ -30,7 +30,7 @@ _COMPARE = {"schedule": get_args(Schedule), "scores": get_args(GroupScores)}
 _SET = ("messages", "add_generation_prompt")
 """Variables of a chat template that guerdon sets."""
 _TAKEN = (OTHER_MASS, DISAGREED, "score")
-"""Names that stand beside the criteria's in replies, or in trainers' logs."""
+"""Reserved names in replies or trainers' logs."""
 
 
 class _Loader(yaml.BaseLoader):

@@ -195,7 +195,7 @@ class CriticTrainer(Learner):
         return self._report(request, totals)
 
     def estimate(self, request: TrainRequest) -> TrainRequest:
-        """Collective; returns the request with what its rewards and the current values make, as `with_estimates`."""
+        """Collective; returns the request with estimates by its rewards and current values, as `with_estimates`."""
         self.check_ready()
         table = self.engine.retry_plainly(lambda: self._value_table(request))
         collectives.sum_tables(table, self._ranks)

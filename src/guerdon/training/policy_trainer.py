@@ -48,7 +48,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one optimiser step did.
+    """The result of one optimiser step.
 
     `stats` are sums over the global batch, before the step; `grad_norm` is the norm before clipping, `learning_rate`
     that of the step. `skipped` means that nothing was changed, because the mask was 0 or the norm not finite.

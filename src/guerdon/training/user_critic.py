@@ -42,11 +42,11 @@ _REPORTED = ("loss", "clip_fraction", "explained_variance", "value_mean", "retur
 class UserCritic:
     """Scores and trains with the user's `model`, `optimizer` and `scheduler`.
 
-    `CriticServerTrainer` documents the model's interface. `save_elsewhere()` saves what the server does not keep. With
-    several ranks all of them get the same requests, and each computes the rows of its part in `parts`: the model itself
-    combines gradients and losses of several parts, and rank 0's loss counts. All ranks make a step, or none does. Each
-    clips by the norm of its own gradient: a model with sharded weights must clip by itself, at the end of
-    `get_loss_and_metrics`.
+    `CriticServerTrainer` documents the model's interface. `save_elsewhere()` saves the state outside the server's
+    checkpoints. With several ranks all of them get the same requests, and each computes the rows of its part in
+    `parts`: the model itself combines gradients and losses of several parts, and rank 0's loss counts. All ranks make a
+    step, or none does. Each clips by the norm of its own gradient: a model with sharded weights must clip by itself, at
+    the end of `get_loss_and_metrics`.
     """
 
     max_batch_tokens = MAX_BATCH_TOKENS
@@ -193,7 +193,7 @@ class UserCritic:
         return dataclasses.replace(self._report(request.id, done), num_steps=0, num_skipped=0)
 
     def estimate(self, request: TrainRequest) -> TrainRequest:
-        """Returns the request with what its rewards and the current values make, as `with_estimates`."""
+        """Returns the request with estimates from its rewards and the current values, as `with_estimates`."""
         rows = read_rows(request.tokens, request.mask, 1)
         table = np.zeros_like(request.mask)
         for (i, row), score in zip(rows.items(), self.score([Sequence(row) for row in rows.values()]), strict=True):

@@ -213,7 +213,7 @@ def _rewrite(text: str) -> str:
 
 
 def _from_last_tag(text: str) -> str:
-    """Returns what the last `<answer>` has in it, all else if there is none; an expression alone is boxed."""
+    """Returns the content of the last `<answer>`, else the whole text; a lone expression is boxed."""
     found = _ANSWERS.findall(text)
     if not found or not found[-1].strip():
         return text

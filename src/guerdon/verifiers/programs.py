@@ -80,7 +80,7 @@ def _passes_all(tests: Tests, response: str) -> bool:
 
 
 def _run(program: str, stdin: str, ends: float) -> str | None:
-    """Returns what the program writes to stdout; None if it fails or has not ended in time."""
+    """Returns the program's stdout; None if it fails or times out."""
     with tempfile.TemporaryDirectory() as folder:
         file, given, written = (Path(folder, name) for name in ("program.py", "stdin", "stdout"))
         file.write_text(program, encoding="utf-8", errors="surrogatepass")

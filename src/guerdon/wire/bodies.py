@@ -33,7 +33,7 @@ MAX_DEPTH = 64
 """Deepest nesting of a value that the server keeps: Python's own recursion stops at about a thousand."""
 
 BLOCK = 1 << 16
-"""Least bytes that are sent at once of what is written in pieces."""
+"""Minimum size of a streamed piece, in bytes."""
 
 AT_ONCE = 1 << 16
 """Values that C code takes at once: it holds the GIL meanwhile, for a few milliseconds."""
@@ -222,7 +222,7 @@ def shown(value: Any) -> str:
 
 
 def cut(text: str) -> str:
-    """Returns an error's text, cut if it is long: some show what was sent."""
+    """Returns an error's text, cut if it is long: some quote the request."""
     return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
 
 

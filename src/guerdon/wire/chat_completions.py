@@ -17,7 +17,7 @@ _SHOWN = 300
 _WHOLE = ("", "stop", "eos", "eos_token", "end_turn", "stop_sequence", "stop_token", "complete")
 _CUT = ("length", "max_tokens", "max_output_tokens", "model_length")
 _FILTERED = ("content_filter", "safety", "refusal")
-"""What servers call the end of an answer that is whole, too long, or filtered; any other end is a fault."""
+"""Finish reasons of an answer that is whole, too long, or filtered; any other is a fault."""
 _TEXT, _THINKING = ("text", "output_text"), ("thinking", "redacted_thinking", "reasoning", "reasoning_content")
 """Types of a content's parts."""
 
@@ -82,7 +82,7 @@ def write_request(model: str, question: str, system: str = "", more: Mapping[str
 
 
 def read_answer(body: bytes) -> ChatAnswer:
-    """Returns what a completion says; raises ValueError if the body is none."""
+    """Returns a completion's content; raises ValueError if the body is none."""
     try:
         read = _COMPLETION.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
@@ -98,7 +98,7 @@ def read_answer(body: bytes) -> ChatAnswer:
 
 
 def _read_content(message: _Message) -> tuple[str, str, str]:
-    """Returns a message's text, its refusal, and what is wrong with it, if anything."""
+    """Returns a message's text, its refusal, and its fault, if any."""
     texts, refusals, is_thought = [], [message.refusal or ""], bool(message.reasoning or message.reasoning_content)
     parts = message.content if isinstance(message.content, list) else [message.content or ""]
     for i, part in enumerate(parts):

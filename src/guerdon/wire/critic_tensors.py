@@ -39,7 +39,7 @@ GAE = tuple(f.name for f in dataclasses.fields(Gae))
 _LARGEST = 1e30
 """Largest of them; JSON has whole numbers beyond any float."""
 _ESTIMATED = (schema.RETURNS.name, schema.PREV_VALUES.name)
-"""The inputs that rewards stand for."""
+"""The inputs that rewards replace."""
 _TREES = (schema.TRAIN_PARENTS, schema.TRAIN_LENGTHS)
 """The inputs that make the rows segments of trees."""
 _ESTIMATES = (schema.ADVANTAGES, schema.OUT_RETURNS)

@@ -18,7 +18,7 @@ class Inflater:
         self._stream = zlib.decompressobj(zlib.MAX_WBITS | 32)
 
     def pieces(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """Yields what the next part of the stream holds, at most PIECE bytes at once; raises ValueError."""
+        """Yields the decompressed next part of the stream, at most PIECE bytes at once; raises ValueError."""
         while data:
             if self._stream.eof:
                 raise ValueError("more follows the compressed body")

@@ -102,7 +102,7 @@ def to_error(error: GuerdonError) -> tuple[int, ErrorBody]:
 def decode(body: bodies.Octets, header_length: int | None) -> InferRequest:
     """Returns the request in `body`, whose first `header_length` bytes are JSON (None: all of it; 0: one raw text).
 
-    Raises InvalidRequest, which says what is malformed, and Unsupported for shared memory.
+    Raises InvalidRequest, which names the malformed part, and Unsupported for shared memory.
     """
     if header_length == 0:
         return InferRequest({"": Tensor("", "BYTES", (1, 1), [bytes(body)])}, binary_default=True)

@@ -132,7 +132,7 @@ def decode_reply(message: pb.ModelInferResponse) -> InferReply:
 
 
 class _Parts:
-    """Counts what a message consists of."""
+    """Counts a message's parts."""
 
     def __init__(self) -> None:
         self.num_parts = self.num_texts = self.num_bytes = 0

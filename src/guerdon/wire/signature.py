@@ -103,7 +103,7 @@ def config(info: Info, max_batch_size: int) -> ModelConfig:
     """Returns the model's configuration in Triton's terms: shapes without the batch axis, a model's inputs optional.
 
     `max_batch_size` is the most samples of one request. The parameter `tokenizer` identifies the vocabulary (see
-    `vocabulary.identity`), `ending` tells how the chat template writes an answer (see `endings.Ending`); each is
+    `vocabulary.identity`), `ending` describes the chat template's form of an answer (see `endings.Ending`); each is
     missing if unknown. `proofs` are lines.
     """
 

@@ -46,8 +46,8 @@ class CriticServerTrainer:
 
     `cfg`, by attribute or by key: `port`, `inference_micro_batch_size`, `combine_rm_and_critic_server`; optionally
     `max_queue_delay_microseconds` (2000), `strip_sequence_length_to_multiple` and `gradient_clip_val` (None).
-    `ckpt_callback.custom_save` decides what is saved and where; guerdon keeps no journal, so training after the last
-    save is lost with the process.
+    `ckpt_callback.custom_save` saves; guerdon keeps no journal, so training after the last save is lost with the
+    process.
 
     `data_parallel_size` ranks each compute an equal part of every batch, and `inference_micro_batch_size` is multiplied
     by it, as in NeMo-Aligner; the model sums its gradients over them. A part's mask may be 0 everywhere.

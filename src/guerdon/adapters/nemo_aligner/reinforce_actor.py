@@ -171,7 +171,7 @@ class ReinforceActor:
         return self._logprobs(response_tokens, response_lengths, prompt_lengths, of_reference=True)
 
     def finish_inference(self) -> None:
-        """Does nothing: `prepare_for_training` moves back what training needs."""
+        """No-op: `prepare_for_training` moves the training state back."""
 
     # ---------------------------------------------------------------------------------------- training
 

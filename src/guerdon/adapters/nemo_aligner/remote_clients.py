@@ -161,8 +161,7 @@ class RemoteGPTRMCriticClient(Remote):
     def train(self, ppo_rollout_data: Mapping[str, Any]) -> RMTrainFuture:
         """Trains on `response_tokens` `[N, S]` and `returns`, `values`, `mask` `[N, S-1]`; returns a future at once.
 
-        Its result has the mean loss, `loss_mean`. A failure that nobody looks at is logged, and raised by the next
-        call.
+        Its result has the mean loss, `loss_mean`. An unread failure is logged, and raised by the next call.
         """
         self._wait_once()
         floats = (ppo_rollout_data[name].detach().cpu().float().numpy() for name in ("returns", "values", "mask"))

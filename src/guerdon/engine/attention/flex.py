@@ -125,7 +125,7 @@ def block_mask(
     """Returns which blocks are visible whole, in part, or not at all; cached for all layers of a pattern.
 
     It counts, for each key and block of queries, the queries that see the key: PyTorch's `create_block_mask` would
-    evaluate all T x T pairs. It covers `fill` more tokens, each of which sees itself. Without `gradients` it has no
+    evaluate all T x T pairs. It covers `fill` more tokens, which see only themselves. Without `gradients` it has no
     blocks by key, which only the backward pass reads.
     """
     name = ("block mask", causal, None if pattern is None else id(pattern.allows), device, fill, gradients)

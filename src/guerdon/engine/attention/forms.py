@@ -50,7 +50,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a layer needs of attention, on which device, for which kind of batch.
+    """A layer's needs of attention, by device and kind of batch.
 
     `reach` is the mask's, None if it is not causal, full or a window; `chunk` is the pattern's. `copies` says whether
     the shared keys in reach, copied for each sequence, would be more than COPIES times the batch. `with_flash` says

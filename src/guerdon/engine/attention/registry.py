@@ -67,7 +67,7 @@ def packed_attention(
     """Replaces attention in transformers' registry: query `[1,H,T,D]`, key and value `[1,K,T,D]` to `[1,T,H,D]`.
 
     Ignores a `sliding_window` keyword: the mask has the window, too, and for some models nothing else has. Raises
-    NotImplementedError for what a packed batch does not support.
+    NotImplementedError for arguments that a packed batch does not support.
     """
     for name in UNSUPPORTED:
         if others.get(name) is not None:

@@ -38,7 +38,7 @@ PREFIXES = ("v_head", "score", "value_head", "classifier")
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Where a head is in the file: the names of its `layers` after `prefix`, and what its outputs mean."""
+    """A head's place in the file: the names of its `layers` after `prefix`, and the meaning of its outputs."""
 
     prefix: str
     layers: tuple[str, ...]

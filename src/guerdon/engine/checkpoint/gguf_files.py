@@ -17,7 +17,7 @@ _PLAIN = ("F32", "F16", "BF16", "F64")
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What a GGUF file says of itself: its architecture and number of parameters, and the types of its matrices."""
+    """A GGUF file's header: architecture, number of parameters, types of its matrices."""
 
     path: Path
     architecture: str

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Task:
-    """What an adapter makes of its base model: a class of transformers, and whether it generates text."""
+    """The result of merging an adapter: a class of transformers, and whether it generates text."""
 
     what: str
     classes: Any
@@ -117,7 +117,7 @@ def merge(checkpoint: StoredCheckpoint, adapter: StoredAdapter) -> Merged:
 
 
 def find_task(checkpoint: StoredCheckpoint) -> Task:
-    """Returns what a model or an adapter is for, by its settings, else by its head, else by its base model.
+    """Returns the task of a model or an adapter, by its settings, else by its head, else by its base model.
 
     Raises CheckpointError if peft knows the task and guerdon does not.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint's `config.json` says of its model: kind, limits, special tokens."""
+"""A checkpoint's `config.json`: kind, limits, special tokens."""
 
 from __future__ import annotations
 

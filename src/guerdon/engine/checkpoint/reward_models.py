@@ -128,8 +128,8 @@ def _head(
         pooling = "last"
     if pooling == "first_eos" and eos_token_id is None:
         raise ConfigError("pooling first_eos needs an EOS token, and the checkpoint names none", "use --pooling last")
-    # OpenRLHF writes mean and std into every checkpoint it evaluates, but its server does not normalise unless told to.
-    # So they apply only if the checkpoint says so (normalize_reward) or the settings have them.
+    # OpenRLHF writes mean and std into every checkpoint it evaluates, but its server normalises only on request. So
+    # they apply only if the checkpoint says so (normalize_reward) or the settings have them.
     own = checkpoint.settings if checkpoint.settings.get("normalize_reward") else {}
     mean = config.mean if config.mean is not None else float(own.get("mean", 0.0))
     std = config.std if config.std is not None else float(own.get("std", 1.0))
@@ -218,7 +218,7 @@ def describe(
     device: torch.device,
     head: RewardHead,
 ) -> ModelInfo:
-    """Returns what clients and transports need to know; raises ConfigError if `max_length` exceeds the model's."""
+    """Returns the model's description; raises ConfigError if `max_length` exceeds the model's."""
     several = parts.num_outputs > 1 and not parts.is_process_reward
     outputs = ["rewards"] + ["attributes"] * several
     if parts.per_token:

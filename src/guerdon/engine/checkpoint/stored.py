@@ -104,7 +104,7 @@ class StoredCheckpoint:
 
     @property
     def origin(self) -> Origin:
-        """What a loaded model keeps of its checkpoint."""
+        """A loaded model's facts about its checkpoint."""
         adapter = "" if self.adapter is None else f"{self.adapter.kind} of {self.adapter.base.folder}"
         return Origin(self.folder, self.settings, self.text_folder, self.generation_file, adapter)
 

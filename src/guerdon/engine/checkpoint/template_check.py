@@ -16,7 +16,7 @@ CHANGES = "the same messages score differently another time"
 _SYSTEM, _USER, _ANSWER = ({"role": role, "content": f"From the {role}."} for role in ("system", "user", "assistant"))
 _CONVERSATIONS = ([_USER, _ANSWER], [_SYSTEM, _USER, _ANSWER], [_USER], [_SYSTEM, _USER])
 _DAYS = ("2001", "12")
-"""What `strftime_now` returns on two days."""
+"""Results of `strftime_now` on two days."""
 _TRIES = 4
 _CLOCK = re.compile(r"\bstrftime_now\b")
 _CHANCE = re.compile(r"\|\s*random\b|\blipsum\b")
@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
 
 
 def find_dependence(tokenizer: Any) -> str:
-    """Returns what the chat template prints besides the conversation, and how often; empty if nothing that changes."""
+    """Returns the changing text, such as a date, that the chat template prints, and its count; empty if none."""
     template = tokenizer.chat_template
     source = template.get("default", "") if isinstance(template, dict) else template or ""
     if not source:
@@ -59,7 +59,7 @@ def _render(tokenizer: Any, source: str, today: str) -> str:
             text = tokenizer.apply_chat_template(
                 conversation, chat_template=template, tokenize=False, add_generation_prompt=asks
             )
-        # It may refuse a system message, or that nobody has answered.
+        # It may refuse a system message, or a conversation without an answer.
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError):
             text = ""
         texts.append(text)

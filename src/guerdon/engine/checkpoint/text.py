@@ -150,7 +150,7 @@ class TextEncoder:
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]:
         """Returns the token ids of each conversation, rendered by the chat template, int64 `[T]`.
 
-        Nothing is added to what the template writes, not even a BOS. A conversation gets an error in its place if it is
+        Nothing is added to the template's output, not even a BOS. A conversation gets an error in its place if it is
         malformed or the template refuses it.
         """
         return _finish(self.encode_messages_in_steps(conversations))
@@ -258,7 +258,7 @@ class TextEncoder:
         return self._render(conversation, is_prompt=adds_prompt or continues, continues=continues)
 
     def spans(self, text: str, add_special_tokens: bool) -> list[tuple[Any, ...]] | InvalidRequest:
-        """Returns of each token its id, its text, whether the tokenizer has added it, and where it stands in the text.
+        """Returns each token's id, its text, whether the tokenizer has added it, and its offsets.
 
         A place is the characters' start and end, None of tokens that were added.
         """

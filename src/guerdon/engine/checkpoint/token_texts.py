@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 UNFINISHED = "\ufffd"
-"""What a decoder writes for a character with missing bytes."""
+"""A decoder's output for a character with missing bytes."""
 
 _CONTEXT = 4
 """Tokens before another that may hold the beginning of its character, of four bytes at most."""

@@ -1,9 +1,9 @@
 """Loads a folder's tokenizer so that it gives the ids of its `tokenizer.json`, and proves that it does.
 
 transformers 5 rebuilds some tokenizers from `tokenizer_class` and drops steps of the file, such as a Split or Digits
-pre-tokenizer; which ones depends on its version. The file is what the model was trained with, so its pipeline replaces
-whatever transformers has built. What the folder's other files declare stays: special tokens, the chat template, and
-added tokens that `tokenizer.json` lacks.
+pre-tokenizer; which ones depends on its version. The model was trained with this file, so its pipeline replaces
+transformers' own. Declarations of the folder's other files stay: special tokens, the chat template, and added tokens
+that `tokenizer.json` lacks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PROBES = (
 
 
 class FolderTokenizer(NamedTuple):
-    """Transformers' tokenizer of a folder, None if there is none, and what is proved of it and of its template."""
+    """Transformers' tokenizer of a folder, or None, with the proofs about it and its template."""
 
     tokenizer: Any
     proofs: tuple[str, ...]

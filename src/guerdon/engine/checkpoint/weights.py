@@ -67,8 +67,8 @@ class ModelParts:
 class LoadedTrunk:
     """A model without its head, ready to run.
 
-    `trunk` maps `input_ids` to `last_hidden_state`, on its device, in its dtype, in eval mode. `causal` tells a decoder
-    from an encoder. With `trains` the self-check covers gradients, too.
+    `trunk` maps `input_ids` to `last_hidden_state`, on its device, in its dtype, in eval mode. `causal` is True for a
+    decoder. With `trains` the self-check covers gradients, too.
 
     `ranks` are those that have loaded it, each its shard, and `fsdp` says when the weights are gathered.
     `summed_over_tensor_ranks` names parameters of the trunk that tensor-parallel ranks replicate, each with a part of

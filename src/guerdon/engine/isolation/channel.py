@@ -35,7 +35,7 @@ class ChildLimits:
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """What the template imports: `module:function`, on the server's `path`."""
+    """The template's import: `module:function`, on the server's `path`."""
 
     function: str
     name: str
@@ -44,7 +44,7 @@ class Import:
 
 
 class Imported(msgspec.Struct):
-    """What the template says of the import: the function's form, or the error."""
+    """The result of the import: the function's form, or the error."""
 
     form: FunctionForm | None = None
     error: str = ""
@@ -52,7 +52,7 @@ class Imported(msgspec.Struct):
 
 
 class ChildAnswer(msgspec.Struct):
-    """What a child says of its sample: a finite reward, or why there is none."""
+    """A child's result: a finite reward, or the reason for none."""
 
     reward: float | None = None
     error: str = ""
@@ -60,7 +60,7 @@ class ChildAnswer(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """What a keeper says of a sample: the child's answer, still as text, or how the child ended.
+    """A keeper's report of a sample: the child's answer, still as text, or the end of the child.
 
     `reason` is a word for the metrics, and `text` says it in full. `printed` is the beginning of the sample's stdout
     and stderr, `num_left` the number of leftover processes.

@@ -37,7 +37,7 @@ class Budget:
             self._num_fitted, self._has_grown = 0, True
 
     def did_not_fit(self, num_tokens: int) -> None:
-        """Lowers the budget after a batch of which only `num_tokens` fitted at once.
+        """Lowers the budget after a batch that only fitted by `num_tokens` at a time.
 
         Goes down to these or, if that is more, to what ever fitted, but at least to half: a small batch in a shortage
         says little about larger ones.

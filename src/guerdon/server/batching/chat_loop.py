@@ -27,7 +27,7 @@ from guerdon.settings.chat_judges import ChatJudgeConfig
 log = logging.getLogger(__name__)
 
 _LAST_S = 2.0
-"""Time to keep what was answered when the calls in progress are ended."""
+"""Time to store answers when calls in progress are cancelled."""
 
 
 class ChatLoop(Loop):
@@ -74,14 +74,14 @@ class ChatLoop(Loop):
         """Does nothing: a batch is always one sample."""
 
     def cancel(self, model: str, job: Job) -> None:
-        """Drops what of a job is not answered; calls in progress end, and their answers are kept."""
+        """Drops a job's unanswered questions; calls in progress end, and their answers are kept."""
         super().cancel(model, job)
         self._call(self._cancel_tasks, job)
 
     def stop(self, timeout_s: float) -> bool:
         """Finishes what is queued and the calls in progress, then ends the thread; waits at most `timeout_s`.
 
-        What is not done by then is ended if there was any time. Returns whether the thread has ended.
+        Unfinished calls are cancelled if there was any time. Returns whether the thread has ended.
         """
         if not super().stop(timeout_s) and timeout_s:
             self._abandon()
@@ -94,7 +94,7 @@ class ChatLoop(Loop):
             self._close_caches()
 
     def fail(self, loss: RanksLost, breaks_s: float) -> None:
-        """Fails all that waits and is being asked; what was answered by now is kept."""
+        """Fails waiting and running questions; answers so far are kept."""
         super().fail(loss, 0.0)
         self._abandon()
 
@@ -118,7 +118,7 @@ class ChatLoop(Loop):
             with asyncio.Runner(loop_factory=lambda: self._asyncio) as runner:  # type: ignore[arg-type, return-value]
                 runner.run(self._serve())
         except BaseException as e:
-            self._end_by(e, "the thread that asks judges has ended", "ask its judges")
+            self._end_by(e, "the thread of the judges' calls has ended", "ask its judges")
         finally:
             self._close_caches()
 

@@ -1,4 +1,4 @@
-"""What is queued and computed: a request's job, a batch of several jobs' sequences, and the limits of both."""
+"""A request's job, a batch of several jobs' sequences, and the limits of both."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one batch and one queue may hold.
+    """Limits of one batch and one queue.
 
     `shares` says whether the model computes a shared prefix once. `batch_sizes` are preferred numbers of sequences;
     the first in the queue waits for them at most `max_delay_s`, and a job's sequences stay together.

@@ -102,7 +102,7 @@ class Loop:
             return self._schedulers[model].orders.drop(order)
 
     def cancel(self, model: str, job: Job) -> None:
-        """Drops what of a job has not started."""
+        """Drops a job's unstarted sequences."""
         with self._wake:
             self._schedulers[model].cancel(job)
 
@@ -125,13 +125,13 @@ class Loop:
         self._budgets.start(model, limits.max_batch_tokens, is_fixed=bool(limits.batch_sizes))
 
     def depth(self) -> dict[str, tuple[int, int]]:
-        """Returns the waiting sequences and tokens by model, those of orders included."""
+        """Returns the waiting sequences and tokens by model, orders included."""
         with self._wake:
             rooms = {name: scheduler.room for name, scheduler in self._schedulers.items()}
             return {name: (room.sequences.taken, room.tokens.taken) for name, room in rooms.items()}
 
     def requests(self) -> dict[str, tuple[int, int]]:
-        """Returns by model the requests and orders that run, at least in part, and those that wait."""
+        """Returns the numbers of running (at least in part) and waiting requests and orders, by model."""
         counts = {}
         with self._wake:
             for name, scheduler in self._schedulers.items():
@@ -271,7 +271,7 @@ class Loop:
                         self._turn.append(name)
                         self._running[me] = name, taken
                         if self._num_children:
-                            scheduler.room.pace = Pace()  # what one sample takes tells nothing about the next
+                            scheduler.room.pace = Pace()  # one sample's time does not predict the next
                             self._notify()  # another thread, for what else waits
                         return True
                 if self._is_stopping:

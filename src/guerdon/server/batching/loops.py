@@ -28,7 +28,7 @@ from guerdon.settings.config import LoadedModelConfig, ModelConfig, ServedModelC
 _BREAKS_S = 2.0
 """How soon a command that waits for a lost rank fails by itself, unless the rank's host vanished silently."""
 FUNCTIONS = "functions"
-"""The place of users' functions, of which nobody knows where they compute."""
+"""The place of users' functions, whose device is unknown."""
 
 CHAT_JUDGES = "other servers"
 """The place of judges in words."""
@@ -82,7 +82,7 @@ class Loops:
         self.of = {name: loop for loop, names in zip(self._all, self.places.values(), strict=True) for name in names}
 
     def price(self, name: str, job: Job) -> None:
-        """Estimates what a job of many sequences costs, before it is submitted; on any thread."""
+        """Estimates the cost of a job of many sequences before it is submitted; thread-safe."""
         self._schedulers[name].price(job)
 
     def start(self) -> None:
@@ -91,11 +91,11 @@ class Loops:
             loop.start()
 
     def depth(self) -> dict[str, tuple[int, int]]:
-        """Returns the waiting sequences and tokens by model, those of orders included."""
+        """Returns the waiting sequences and tokens by model, orders included."""
         return {name: waiting for loop in self._all for name, waiting in loop.depth().items()}
 
     def requests(self) -> dict[str, tuple[int, int]]:
-        """Returns by model the requests and orders that run, at least in part, and those that wait."""
+        """Returns the numbers of running (at least in part) and waiting requests and orders, by model."""
         return {name: counts for loop in self._all for name, counts in loop.requests().items()}
 
     @property

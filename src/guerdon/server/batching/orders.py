@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 class Order:
     """Runs `run(group)` on the loop's thread between two batches of a model, in its turn.
 
-    `outcome` gets what that returns or raises; `then(group)` runs once it is known. `num_sequences` and `num_tokens`
-    are what the order holds while it waits, for `client`. `name` is for the log: a failure that is reported to the
+    `outcome` gets its result or error; `then(group)` runs afterwards. `num_sequences` and `num_tokens` are the order's
+    share of the queue while it waits, charged to `client`. `name` is for the log: a failure that is reported to the
     caller is logged under it.
     """
 

@@ -23,7 +23,7 @@ class PrefixGroups:
         return len(self._groups)
 
     def price(self, job: Job) -> None:
-        """Sets the job's costs and keys: each sequence costs what it shares with none before it. Thread-safe.
+        """Sets the job's costs and keys: each sequence costs its unshared tokens. Thread-safe.
 
         What it shares is estimated from the first of its group and the one before it.
         """
@@ -100,7 +100,7 @@ class _Alike:
 
 
 def _answer_tokens(s: Sequence) -> int:
-    """Returns what a teacher's answer adds to the cost, since it stays in memory until the batch is done."""
+    """Returns the cost of a teacher's answer, which stays in memory until the batch is done."""
     return 0 if s.query is None else -(-s.query.answer_bytes // ANSWER_BYTES_A_TOKEN)
 
 

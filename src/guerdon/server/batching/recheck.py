@@ -23,7 +23,7 @@ _TOLERANCE_OF_HALF_PRECISION = 5e-2
 """Largest differences that count as the same; relative if the plain result exceeds 1."""
 
 _LOGPROBS = ("logprobs", "entropy", "top_logprobs", "given_logprobs", "next_logprobs")
-"""What is compared of a teacher's answers: ids may be tied."""
+"""The compared parts of a teacher's answers: ids may be tied."""
 
 _WARN_EVERY_S = 60.0
 

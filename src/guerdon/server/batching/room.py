@@ -96,7 +96,7 @@ class Room:
     def check_coming(self, num_sequences: int, num_tokens: int, client: str) -> None:
         """Does `check` for a request that has not been decoded yet; `num_tokens` is an upper bound, padding included.
 
-        Asks for at most half of what the client could hold, unless the request is larger than all of it.
+        Reserves at most half of the client's maximum, unless the request exceeds it all.
         """
         most = self.tokens.most(client)
         self.check(num_sequences, num_tokens if num_tokens > most else min(num_tokens, most // 2), client)

@@ -1,4 +1,4 @@
-"""What to compute next: one model's queue and its batches. Pure: no clock, no thread; time is an argument.
+"""Chooses the next batch of one model's queue. Pure: no clock, no thread; time is an argument.
 
 Cost is computed tokens: a sequence that begins like another of its group in the batch costs only the rest
 (`prefixes.py`). There is no timer: whatever waits when the worker is free makes the next batch. The clients take turns

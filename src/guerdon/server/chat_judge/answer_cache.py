@@ -1,4 +1,4 @@
-"""What judges answered, by content: on the disk before it is used, so that no question is paid for twice.
+"""Judges' answers by content, on disk before they are used, so that no question is paid for twice.
 
 The file has one line of JSON for each answer, after a checksum. A crash may leave the last lines torn: the next start
 drops them, and nothing else of them was used. A damaged line between good ones is logged, and its question repeated.
@@ -32,7 +32,7 @@ _HEAD_BYTES = len(_HEAD % 0)
 
 @dataclass(slots=True)
 class Spent:
-    """What a judge was billed for, over the life of the folder."""
+    """A judge's usage over the life of the folder."""
 
     calls: int = 0
     prompt_tokens: int = 0
@@ -122,7 +122,7 @@ class AnswerCache:
             await asyncio.wait(tasks)
 
     async def abandon(self) -> None:
-        """Ends the calls in progress; what they had answered is kept."""
+        """Cancels the calls in progress; complete answers are kept."""
         tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
         for task in tasks:
             task.cancel()
@@ -149,7 +149,7 @@ class AnswerCache:
                 del self._flights[key]
 
     async def _settle(self) -> None:
-        """Writes what the disk has refused so far; raises StorageFailed while it still does."""
+        """Writes the answers that the disk has refused; raises StorageFailed while it still does."""
         if self._waiting and self._writer is None:
             done = asyncio.get_running_loop().create_future()
             self._waiting.append((b"", b"", done))

@@ -57,7 +57,7 @@ class ChatJudge:
         )
 
     def watch(self, tick: Callable[..., None]) -> bool:
-        """Returns False: how far another server is, nobody knows."""
+        """Returns False: another server's progress is unknown."""
         return False
 
     def render(self, subject: Sample) -> list[str | InvalidRequest]:
@@ -139,7 +139,7 @@ class Asker:
                 )
 
     def _used(self) -> list[tuple[str, float, float]]:
-        """Returns what of the budget is used, and how much there is."""
+        """Returns the used budget and the total."""
         budget, spent = self.config.budget, self._cache.spent.get(self._name, Spent())
         all_of_it = (
             ("calls", spent.calls + self._num_calling, budget.calls),

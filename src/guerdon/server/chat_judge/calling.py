@@ -87,7 +87,7 @@ class Caller:
     async def call(self, body: bytes, flight: Flight) -> ChatAnswer:
         """Returns the answer to a request's body, repeating the call as the settings say while anybody waits for it.
 
-        Raises SampleFailed, with what the server said last.
+        Raises SampleFailed with the server's last message.
         """
         wait_s, num_calls = _FIRST_WAIT_S, 0
         while True:

@@ -24,7 +24,7 @@ class Unreadable(Exception):
 
 
 class AnswerParser:
-    """Finds the verdict in an answer, and returns what it is worth."""
+    """Finds the verdict in an answer, and returns its value."""
 
     def __init__(self, config: ParseConfig) -> None:
         self._config = config
@@ -48,7 +48,7 @@ class AnswerParser:
             raise Unreadable(f"{e}; the answer ends with {_end(answer.text)}") from None
 
     def _verdict(self, text: str) -> Any:
-        """Returns what the settings find in the answer without its thinking."""
+        """Returns the verdict's text in the answer without its thinking."""
         answer = text if self._finder is not None and self._finder.is_whole(text) else answer_of(text)
         if answer is None:
             raise Unreadable("its thinking is not closed")

@@ -31,7 +31,7 @@ class AnsweredEstimates:
         return pack({f"{i:06d}/{name}": table for i, (name, table) in enumerate(self._tables.items())})
 
     def keep(self, request: TrainRequest) -> None:
-        """Keeps what was estimated for the request, if it has rewards."""
+        """Keeps the request's estimates, if it has rewards."""
         if request.advantages is None:
             return
         counts = request.mask > 0
@@ -41,7 +41,7 @@ class AnsweredEstimates:
             del self._tables[next(iter(self._tables))]
 
     def drop(self, name: str) -> None:
-        """Drops what is kept of the request of that id, if anything."""
+        """Drops the kept estimates of the request of that id, if any."""
         self._tables.pop(name, None)
 
     def complete(self, report: TrainReport, request: TrainRequest) -> TrainReport:

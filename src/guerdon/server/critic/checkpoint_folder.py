@@ -50,7 +50,7 @@ class Checkpoint:
 class CheckpointFolder:
     """The checkpoints in `folder`: the newest `keep`, and the best by the metric `best`.
 
-    The constructor removes what a crash left unfinished; no other server may use the folder. Raises StartError if it
+    The constructor removes a crash's unfinished files; no other server may use the folder. Raises StartError if it
     cannot be written.
     """
 

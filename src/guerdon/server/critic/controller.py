@@ -62,7 +62,7 @@ OperationResult = TrainReport | CheckpointInfo | CriticState | None
 
 
 class Learner(Protocol):
-    """What the critic needs of its worker's trainer; `state` is as in `distributed.worker.Trainer`.
+    """The controller's interface to its worker's trainer; `state` is as in `distributed.worker.Trainer`.
 
     `run_token` becomes part of the weights' versions after the first step.
     """
@@ -83,7 +83,7 @@ class UnreadRequest(Protocol):
 
 
 class Critic:
-    """The operations of one critic; `operations` are those that it offers, as `infos`.
+    """The operations of one critic; `operations` has their names, as `infos`.
 
     With `config.checkpoint_dir` it is durable: call `restore` first and `close` last. Methods that take the group run
     on the loop's thread. Raises StartError if the folder cannot be used.
@@ -226,7 +226,7 @@ class Critic:
     ) -> Any:
         """Waits for an order's outcome; `is_known` says that another call queued it.
 
-        Raises what the order raises, and DeadlineExceeded after `timeout_s`.
+        Raises the order's error, and DeadlineExceeded after `timeout_s`.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -296,7 +296,7 @@ class Critic:
         return dataclasses.replace(report, advantages=request.advantages, returns=request.returns)
 
     def _estimated(self, request: TrainRequest, group: Executor) -> TrainRequest:
-        """Returns the request with what its rewards and the current weights make; unchanged without rewards.
+        """Returns the request with estimates from its rewards and the current weights; unchanged without rewards.
 
         It is done before the request is journalled, so that a replay trains on the same returns, and nothing is lost if
         it fails.
@@ -368,7 +368,7 @@ class Critic:
         self._show()
 
     def state(self) -> CriticState:
-        """Returns what the critic is now; only while nothing else is done with it."""
+        """Returns the critic's state; only while no other operation runs."""
         facts = self._trainer.state()
         return CriticState(
             step=facts["step"],
@@ -413,7 +413,7 @@ class Critic:
             raise fault from e
 
     def _broken_by(self, error: BaseException) -> ServerFault:
-        """Marks the critic as broken: after any error but a GuerdonError nobody knows how far the trainer came."""
+        """Marks the critic as corrupt: after any error but a GuerdonError the trainer's progress is unknown."""
         back = "; it comes back as it was before this" if self.store.is_durable else ""
         self._fault = f"{self.name} has broken down: {describe(error)}; restart it{back}"
         log.critical("%s", self._fault, exc_info=error)
@@ -448,14 +448,14 @@ class CriticProgress:
         self._points: deque[tuple[float, ...]] = deque(maxlen=MOST_POINTS)
 
     def count(self, report: TrainReport) -> None:
-        """Counts a finished train request and keeps what it measured."""
+        """Counts a finished train request and keeps its measurements."""
         self._metrics.add("guerdon_train_tokens", report.num_tokens, self._name)
         self._metrics.add("guerdon_train_steps", report.num_steps, self._name, "done")
         self._metrics.add("guerdon_train_steps", report.num_skipped, self._name, "skipped")
         self.keep(report, at=time.monotonic())
 
     def keep(self, report: TrainReport, at: float) -> None:
-        """Keeps what the report measured; `at` is on the monotonic clock, NaN if unknown."""
+        """Keeps the report's measurements; `at` is on the monotonic clock, NaN if unknown."""
         self._points.append((report.step, at, *(getattr(report, name) for name in MEASURED)))
 
     def show(self, state: CriticState, measured: Mapping[str, float], has_fault: bool) -> None:

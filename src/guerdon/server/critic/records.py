@@ -29,9 +29,9 @@ _MORE = ("rewards", "advantages")
 _TREES = ("parents", "lengths")
 """Written beside them for a request of trees."""
 _REWARDED = ("tokens", "rewards", "mask")
-"""What such a request itself says."""
+"""The client's arrays of such a request."""
 _ESTIMATES = ("returns", "prev_values", "advantages")
-"""What the critic itself makes of a request with rewards. It is kept, because later weights would give other values."""
+"""The critic's estimates for a request with rewards. It is kept, because later weights would give other values."""
 
 _HEAD = struct.Struct("<Q8sQ")
 """The number of bytes of head that follow, the format, the payload's length."""

@@ -1,4 +1,4 @@
-"""What survives of a critic: the journal, the checkpoints and the outcomes, and the way back after a crash.
+"""A critic's durable state: journal, checkpoints, outcomes, and recovery after a crash.
 
 A checkpoint says up to which journal record it has everything. So the state before a crash is the newest whole
 checkpoint with the later records applied again, no matter between which two writes the crash came.
@@ -36,10 +36,10 @@ MOST_OUTCOMES = 10_000
 """An id older than this many train requests would be applied as a new one."""
 
 _SETTINGS = (*LEARNING, *FREEZING, "attribute_weights", "mean", "std", "global_batch_size", "loss_clip_val")
-"""What determines the weights, beside the requests and the initial weights."""
+"""Facts that determine the weights, beside the requests and the initial weights."""
 
 MEASURED = ("loss", "explained_variance", "value_mean", "return_mean", "clip_fraction", "grad_norm", "learning_rate")
-"""What of a report metrics, checkpoints and the page show."""
+"""Fields of a report in metrics, checkpoints and the page."""
 
 Lead = Callable[[Command], Any]
 
@@ -123,7 +123,7 @@ class Journal:
         return position
 
     def withdraw(self, position: int) -> None:
-        """Removes a record of which nothing was done; raises StorageFailed as `mark_done`."""
+        """Removes an unapplied record; raises StorageFailed as `mark_done`."""
         self._remove(self._paths.pop(position))
 
     def mark_done(self, position: int, num_steps: int | None = None) -> None:
@@ -236,7 +236,7 @@ class Store:
     """Keeps one critic's journal, checkpoints and outcomes; without `config.checkpoint_dir` only the outcomes.
 
     `info` is the model as it was loaded. `num_unsaved` counts the train requests since the newest checkpoint;
-    `measured` is what the last one measured. Locks the folder; raises StartError if it cannot be used.
+    `measured` has the last one's measurements. Locks the folder; raises StartError if it cannot be used.
     """
 
     def __init__(self, config: CriticConfig, info: ModelInfo) -> None:
@@ -306,10 +306,10 @@ class Store:
             self._withdraw(position)
 
     def give_up(self, loss: RanksLost) -> None:
-        """Withdraws what was accepted and is unfinished, because this process ends or has lost its ranks; thread-safe.
+        """Withdraws unfinished requests, because this process ends or has lost its ranks; thread-safe.
 
         From then on all else raises the loss. Clients may retry, possibly without an id, so the next start must not
-        replay refused requests. What was noted as done stays done: its answer is known by its id.
+        replay refused requests. Requests marked as done stay done: their answers are known by their ids.
 
         Raises StorageFailed if the record cannot be removed; then clients must not retry.
         """
@@ -336,7 +336,7 @@ class Store:
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def save(self, lead: Lead, facts: dict[str, Any], metrics: dict[str, float]) -> CheckpointInfo:
-        """Saves a checkpoint of everything so far, and removes what it replaces.
+        """Saves a checkpoint of everything so far, and removes superseded files.
 
         Idempotent: returns the newest one if that has everything, with the same metrics. `facts` are the trainer's
         `step` and `weights_version`. Raises InvalidRequest without a folder; StorageFailed if the disk cannot take it,
@@ -381,7 +381,7 @@ class Store:
             raise InvalidRequest(f"checkpoint {e.name} is damaged: {e}; load another one, of: {others}") from e
 
     def returned_to(self, checkpoint: Checkpoint) -> None:
-        """Takes over the checkpoint's outcomes and measurements: what came after it is undone."""
+        """Restores the checkpoint's outcomes and measurements: later ones are undone."""
         with self._writing():
             self._begun = None
             self._outcomes = {name: _outcome(entry) for name, entry in orjson.loads(checkpoint.answers()).items()}

@@ -27,8 +27,7 @@ def checked(request: TrainRequest, info: ModelInfo) -> str:
 def check(request: TrainRequest, info: ModelInfo) -> None:
     """Raises InvalidRequest naming the tensor, row and column at fault.
 
-    Checks only what is learnt from: targets whose mask is above 0, and tokens up to the action after the last such
-    column.
+    Checks only trained entries: targets whose mask is above 0, and tokens up to the action after the last such column.
     """
     tokens, mask = request.tokens, request.mask
     if len(request.id) > MAX_ID_LENGTH:

@@ -57,7 +57,7 @@ class Exchange(Protocol[ReplyT]):
         ...
 
     def take_decoder(self) -> Decoder:
-        """Returns the function that decodes what was read, and lets go of the bytes."""
+        """Returns the function that decodes the body, and releases the bytes."""
         ...
 
     async def encode(self, answer: Any, info: ModelInfo | OperationInfo) -> ReplyT:
@@ -328,5 +328,5 @@ async def _nothing(info: ModelInfo) -> ScoreReply:
 
 
 def _share(of: Shares, client: str) -> str:
-    """Returns what an error adds if the room that is left belongs to other clients."""
+    """Returns an error's addition if the free room belongs to other clients."""
     return f", or {client}'s share of it" if of.taken < of.total and client else ""

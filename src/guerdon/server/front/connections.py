@@ -1,4 +1,4 @@
-"""HTTP connections: limits on bytes and time around what the application does for a request."""
+"""HTTP connections: limits on bytes and time around the application."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4, "TCP_US
 
 
 class _Refused(Exception):
-    """The connection itself answers what was sent, and ends."""
+    """The connection itself answers, and closes."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -126,7 +126,7 @@ class HttpServer:
         self._listener.close()
 
     async def _accept(self, tls: ssl.SSLContext) -> None:
-        """Accepts TLS connections; unlike `create_server`, counts those that are still in their handshake."""
+        """Accepts TLS connections; unlike `create_server`, counts unfinished handshakes."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -370,7 +370,7 @@ class HttpConnection(HttpToolsProtocol):
         super().shutdown()
 
     def break_off(self) -> None:
-        """Resets the connection: its client does not read what is sent."""
+        """Resets the connection: its client does not read."""
         _break_off(self.transport)
 
     def check_time(self, now: float) -> None:
@@ -470,7 +470,7 @@ def _keep_alive(transport: asyncio.BaseTransport) -> None:
 
 
 def _break_off(transport: asyncio.Transport) -> None:
-    """Resets the connection: drops what waits to be sent, also in the system's own buffers."""
+    """Resets the connection: drops unsent data, also in the system's buffers."""
     found: Any = transport.get_extra_info("socket")
     with contextlib.suppress(OSError):  # it is gone already
         found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

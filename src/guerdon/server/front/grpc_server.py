@@ -144,7 +144,7 @@ class _Call:
 
 Read = Callable[[], Awaitable[bytes]]
 Infer = Callable[[Read, contextlib.ExitStack], Awaitable[pb.ModelStreamInferResponse]]
-"""Answers the message that is read; the context holds what the answer takes until it is sent."""
+"""Answers the decoded message; the context holds the answer's reservation until it is sent."""
 
 
 class _InferExchange:
@@ -431,7 +431,7 @@ def _response(reply: pb.ModelInferResponse) -> pb.ModelStreamInferResponse:
 
 
 def _refusal(error: GuerdonError, request_id: str) -> pb.ModelStreamInferResponse:
-    """Returns the response that carries the error; the stream goes on."""
+    """Returns the response with the error; the stream stays open."""
     told = pb.ModelStreamInferResponse(error_message=str(error), infer_response=pb.ModelInferResponse(id=request_id))
     parameters = told.infer_response.parameters
     parameters[_FINAL].bool_param = True
@@ -448,7 +448,7 @@ def _code_number(error: Exception) -> int:
 
 
 def _to_error(method: str, error: Exception) -> GuerdonError:
-    """Returns the error that clients see; logs what is not ours."""
+    """Returns the error for clients; logs unexpected exceptions."""
     if isinstance(error, GuerdonError):
         return without_frames(error)
     failure(logger, logging.ERROR, "unexpected error in %s", method, error=error)
@@ -460,6 +460,6 @@ def _serialised(reply: Any) -> bytes:
 
 
 def _cut(text: str) -> str:
-    """Returns the beginning of a long text: it travels as a header, of which clients take 8 KiB."""
+    """Returns the beginning of a long text: it is sent as a header, which clients limit to 8 KiB."""
     data = text.encode(errors="replace")
     return text if len(data) <= _MOST_TEXT_BYTES else data[:_MOST_TEXT_BYTES].decode(errors="ignore") + " ..."

@@ -26,7 +26,7 @@ _HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/\\?#\s]+)
 class Guard:
     """Lets requests pass that have a key, if there are keys, and that no foreign page has sent.
 
-    It reads the request's head alone, and does not know which routes there are.
+    It reads only the request's head, independent of routes.
     """
 
     def __init__(self, admission: Admission, config: ServerConfig) -> None:

@@ -83,7 +83,7 @@ class Route:
     """A path, its methods, and who answers them; in the path `{name}` stands for a part, `{name:path}` for several.
 
     Requests to score, and to a critic, are an `exchange`; a `handler` answers all others. With `is_hidden` other
-    methods are told that there is no such path, not that they are wrong.
+    methods get 404, not 405.
     """
 
     path: str

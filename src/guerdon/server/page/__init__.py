@@ -1,1 +1,1 @@
-"""The page that every server has at `/`: what is measured for it, and the routes that give it."""
+"""The page of every server at `/`: its measurements and routes."""

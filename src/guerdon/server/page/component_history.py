@@ -1,4 +1,4 @@
-"""Keeps over time what rewards are made of: components, criteria, attributes; a teacher's log-probs. Pure: no clock."""
+"""History of rewards' parts: components, criteria, attributes; and of a teacher's log-probs. Pure: no clock."""
 
 from __future__ import annotations
 

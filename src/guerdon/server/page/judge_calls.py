@@ -37,7 +37,7 @@ _UNKNOWN = ("cost", "budget_used")
 
 
 def calls(samples: Iterable[Sample], names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Returns the calls of the judges of these names by outcome, what they took and cost, and the answers."""
+    """Returns the calls of these judges by outcome, with their time, cost and answers."""
     found = {name: _empty() for name in names}
     for metric, labels, value in samples:
         told = found.get(labels.get("model", ""))

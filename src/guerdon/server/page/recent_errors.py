@@ -11,7 +11,7 @@ from guerdon.server.page.timed_sums import TakenSums, TimedSums
 from guerdon.server.page.traffic import FINE, Sample
 
 Kind = tuple[str, str]
-"""What failed, `request` or `sample`, and the error's class."""
+"""The failed unit, `request` or `sample`, and the error's class."""
 
 
 class RecentErrors:

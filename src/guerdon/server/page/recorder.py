@@ -1,4 +1,4 @@
-"""Collects what the page shows while the server runs: counters, rewards and, if allowed, extreme samples."""
+"""Collects the page's data: counters, rewards and, if allowed, extreme samples."""
 
 from __future__ import annotations
 

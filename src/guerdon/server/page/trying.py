@@ -122,7 +122,7 @@ def read(body: bodies.Octets) -> Trial:
 
 
 def answer(trial: Trial, info: ModelInfo, reply: ScoreReply, tokenizer: Tokenizer | None) -> TrialReply:
-    """What the page shows of the scores; pieces of text are as the model's own tokenizer reads them."""
+    """The page's view of the scores; pieces of text are the model's own tokens."""
     is_short = sum(reply.lengths) <= MOST_TOKENS and trial.num_characters <= _MOST_CHARACTERS
     told = trial.ids(tokenizer, info) if is_short else [None] * len(reply.results)
     if trial.request.tokens is not None:  # those that the model refuses may be anything
@@ -148,7 +148,7 @@ def _of_messages(model: str, conversations: list[list[Message]]) -> Trial:
 
 
 def _plain(conversation: list[Message]) -> list[Message]:
-    """The conversation as it is read, of one that nobody can read an empty text."""
+    """The conversation as text; empty if it is invalid."""
     try:
         return plain(conversation)
     except InvalidRequest:
@@ -206,7 +206,7 @@ def _tokens(ids: tuple[np.ndarray, np.ndarray], score: Score | None, tokenizer: 
 
 
 def _add_logprobs(tokens: list[TrialToken], said: TokenLogprobs, tokenizer: Tokenizer | None) -> None:
-    """Adds what the teacher says about the tokens, all but the first."""
+    """Adds the teacher's answers for all tokens but the first."""
     assert said.logprobs is not None and said.ranks is not None
     for token, value, rank in zip(tokens, said.logprobs.tolist(), said.ranks.tolist(), strict=True):
         token["value"], token["rank"] = value, rank

@@ -114,9 +114,9 @@ def estimate_advantages(
 
     `rewards` is float32 `[B]`, with any KL penalty already subtracted; `groups` int64 `[B]`, the ids of the prompts;
     `mask` float32 `[B, T]`. If `is_end` (bool `[B]`) is given, samples for which it is False do not count: they are in
-    no baseline and have advantage 0. `running` is what the last call returned; only "mean" reads and updates it. The
-    result is float32 `[B, T]`, 0 where the mask is. Raises ValueError for an unknown name, other shapes or dtypes, and
-    a counted reward that is not finite.
+    no baseline and have advantage 0. `running` is the last call's result; only "mean" reads and updates it. The result
+    is float32 `[B, T]`, 0 where the mask is. Raises ValueError for an unknown name, other shapes or dtypes, and a
+    counted reward that is not finite.
     """
     check_known("advantage estimator", estimator, ADVANTAGE_ESTIMATORS)
     check_tokens({"mask": mask}, rows_only=True)

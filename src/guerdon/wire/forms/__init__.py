@@ -32,6 +32,6 @@ TOKEN_FORMS = tokens.FORMS
 """The forms that ask for a model's tokens, by the path that serves them."""
 
 ANSWERS = gym.ANSWERS
-"""What is answered without a model, by the path that serves it."""
+"""Answers without a model, by path."""
 
 ALL_FORMS = FORMS | TEACHER_FORMS | ENVIRONMENT_FORMS

@@ -58,7 +58,7 @@ class ResponsesParams(msgspec.Struct, kw_only=True):
 
 
 class PolicyResponse(msgspec.Struct, kw_only=True):
-    """What the policy answered, in the items of OpenAI's Responses API."""
+    """The policy's answer, in the items of OpenAI's Responses API."""
 
     example: ClassVar[str] = '{"output": [{"type": "message", "role": "assistant", "content": "a response"}]}'
     output: list[dict[str, Any]]
@@ -76,7 +76,7 @@ class VerifyBody(Body, kw_only=True):
 
 
 class VerifyReply(msgspec.Struct, kw_only=True):
-    """What is added to the row. A masked sample's reward, 0, is no score: the sample failed.
+    """Keys added to the row. A masked sample's reward, 0, is no score: the sample failed.
 
     `instance_config` is the row's, with `mask_sample`, which NeMo-RL reads there. The `reward_components` sum to the
     reward; `components` are a sum's or judge's as they are.
@@ -93,7 +93,7 @@ class VerifyReply(msgspec.Struct, kw_only=True):
 
 
 class MetricsBody(msgspec.Struct, kw_only=True):
-    """Rollouts as `/verify` returned them, without what the policy read and wrote."""
+    """Rollouts as `/verify` returned them, without the policy's texts."""
 
     example: ClassVar[str] = '{"verify_responses": [{"_ng_task_index": 0, "reward": 0.5}]}'
     verify_responses: list[dict[str, Any]]

@@ -20,11 +20,12 @@ from guerdon.wire.forms.form import check_logprobs
 from guerdon.wire.score_tensors import scores_of
 
 LEAST = np.float32(-9999.0)
-"""What vLLM writes for minus infinity, which JSON does not have."""
+"""vLLM's number for minus infinity, which JSON does not have."""
 
 OBJECT_BYTES, PAIR_BYTES, TRIPLE_BYTES, TEXT_BYTES = 80, 20, 30, 12
-"""About what an id takes in JSON: vLLM's object of log-prob, rank and text, an id and a log-prob, SGLang's triple of
-both and null, and a text."""
+"""Approximate JSON bytes per id: vLLM's object of log-prob, rank and text, an id and a log-prob, SGLang's triple of
+both and null, and a text.
+"""
 
 _POSITIONS = 1024
 """Positions that are written at once: their numbers take ten times as much memory as Python's strings as in JSON."""
@@ -38,7 +39,7 @@ Written = Annotated[Any, Meta(extra_json_schema=_LIST)]
 
 
 def said_of(reply: ScoreReply) -> list[TokenLogprobs]:
-    """Returns what the teacher says about each sample; raises the first failed row's error."""
+    """Returns the teacher's answer for each sample; raises the first failed row's error."""
     said = []
     for score in scores_of(reply):
         assert score.logprobs is not None

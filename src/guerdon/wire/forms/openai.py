@@ -1,4 +1,4 @@
-"""What vLLM's and SGLang's forms share with OpenAI's API: errors, the list of models, token counts, ids."""
+"""Common parts of vLLM's, SGLang's and OpenAI's APIs: errors, the list of models, token counts, ids."""
 
 from __future__ import annotations
 

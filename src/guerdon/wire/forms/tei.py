@@ -38,7 +38,7 @@ _ERRORS = (
 """Status and `error_type` of the errors that TEI has, too."""
 
 Direction = Annotated[str, Meta(pattern="^([Ll]eft|[Rr]ight)$", description="left or right")]
-"""No enumeration: generators of clients cannot tell names apart that differ only in case."""
+"""No enumeration: client generators cannot distinguish names that differ only in case."""
 
 _Text = Annotated[str, Meta(description=_SHAPES)]
 _Entry = Annotated[str | list[_Text], Meta(description=_SHAPES)]
@@ -50,7 +50,7 @@ class PredictUrl(TokensUrl, kw_only=True, forbid_unknown_fields=True):
 
 
 class PredictParameters(msgspec.Struct):
-    """What Hugging Face's own client sends in place of `raw_scores`."""
+    """Hugging Face's client's key in place of `raw_scores`."""
 
     function_to_apply: Literal["none", "sigmoid", "softmax"] | None = None
 
@@ -79,7 +79,7 @@ class TEIError(msgspec.Struct):
 
 
 def truncation_of(truncate: bool | None, direction: str | None) -> Truncation | None:
-    """Returns what the two keys of TEI's forms ask for."""
+    """Returns the options of TEI's two keys."""
     return Truncation(None, "left" if (direction or "").lower() == "left" else "right") if truncate else None
 
 

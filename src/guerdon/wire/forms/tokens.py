@@ -28,7 +28,7 @@ _ID_BYTES, _TOKEN_BYTES = 64, 512
 
 
 class TokenSpan(msgspec.Struct):
-    """A token of a text: what it covers there, from the character `start` to before `stop`.
+    """A token of a text, with its characters from `start` to before `stop`.
 
     Those around the text, which the tokenizer adds, are `special`, and have no place.
     """
@@ -42,7 +42,7 @@ class TokenSpan(msgspec.Struct):
 
 @runtime_checkable
 class TextTokenizer(Protocol):
-    """What these forms ask of a model's tokenizer; thread-safe."""
+    """The tokenizer's interface for these forms; thread-safe."""
 
     def encode(
         self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
