@@ -65,19 +65,28 @@ typedef struct {
 
 INLINE int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-template <class T>
-struct Slot {
+// What a slot holds: `add` multiplies slots, `put` writes numbers j and following of a row.
+struct One {
     enum { PER = 1 };
     INLINE vf add(vf sum, vf x, vf y) { return sum + x * y; }
-    INLINE void put(float *row, int64_t j, vf numbers) { store(row + j, numbers); }  // number j of a row and following
+    INLINE void put(float *row, int64_t j, vf numbers) { store(row + j, numbers); }
+};
+template <class T>
+struct SlotOf {
+    typedef One Slot;
 };
 
 #ifdef __AVX512BF16__
-template <>
-struct Slot<BFloat16> {
+struct Two {
     enum { PER = 2 };
     INLINE vf add(vf sum, vf x, vf y) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y); }
-    INLINE void put(float *row, int64_t j, vf numbers) { *(vh *)((char *)row + 2 * j) = (vh)_mm512_cvtneps_pbh((__m512)numbers); }
+    INLINE void put(float *row, int64_t j, vf numbers) {
+        *(vh *)((char *)row + 2 * j) = (vh)_mm512_cvtneps_pbh((__m512)numbers);
+    }
+};
+template <>
+struct SlotOf<BFloat16> {
+    typedef Two Slot;
 };
 #endif
 
@@ -89,7 +98,7 @@ INLINE vf splat_slot(const float *p) {
 
 static Sizes sizes_of(const Attention *a) {
     Sizes s;
-    s.per = a->dtype == BFLOAT16 ? Slot<BFloat16>::PER : 1;
+    s.per = a->dtype == BFLOAT16 ? SlotOf<BFloat16>::Slot::PER : 1;
     s.depth = padded(a->size, s.per) / s.per;
     s.width = padded(a->value_size, VW);
     s.keys = a->kv_heads * a->num_panels * s.depth * VW;
@@ -104,7 +113,7 @@ static Sizes sizes_of(const Attention *a) {
 // ------------------------------------------------------------------------------------------- micro-kernels
 
 // logits[M][N*VW] = factor * queries . keys of N panels; only lanes [first, stop) are written.
-template <class T, int M, int N>
+template <class Slot, int M, int N>
 static void logits_of(const float *q, int64_t depth, const float *panels, float factor, float *out, int64_t first,
                       int64_t stop) {
     vf a[M][N];
@@ -121,10 +130,10 @@ static void logits_of(const float *q, int64_t depth, const float *panels, float 
         for (int i = 0; i < M; i++) {
             vf x = splat_slot(q + i * depth + d);
 #pragma GCC unroll 8
-            for (int j = 0; j < N; j++) a[i][j] = Slot<T>::add(a[i][j], x, b[j]);
+            for (int j = 0; j < N; j++) a[i][j] = Slot::add(a[i][j], x, b[j]);
         }
     }
-    if (Slot<T>::PER > 1)  // else the query has it
+    if (Slot::PER > 1)  // else the query has it
 #pragma GCC unroll 8
         for (int i = 0; i < M; i++)
 #pragma GCC unroll 8
@@ -149,7 +158,7 @@ static void logits_of(const float *q, int64_t depth, const float *panels, float 
 }
 
 // out[M][N*VW] += weights[M][n] . values[n][N*VW], n in slots
-template <class T, int M, int N>
+template <class Slot, int M, int N>
 static void add_values(const float *w, const float *values, int64_t stride, int64_t n, float *out, int64_t width) {
     vf a[M][N];
 #pragma GCC unroll 8
@@ -165,7 +174,7 @@ static void add_values(const float *w, const float *values, int64_t stride, int6
         for (int i = 0; i < M; i++) {
             vf x = splat_slot(w + i * LDS + k);
 #pragma GCC unroll 8
-            for (int j = 0; j < N; j++) a[i][j] = Slot<T>::add(a[i][j], x, b[j]);
+            for (int j = 0; j < N; j++) a[i][j] = Slot::add(a[i][j], x, b[j]);
         }
     }
 #pragma GCC unroll 8
@@ -176,10 +185,10 @@ static void add_values(const float *w, const float *values, int64_t stride, int6
 
 #define BY_WIDTH(M, N, NAME, ...)                      \
     switch (N) {                                       \
-        case 1: NAME<T, M, 1>(__VA_ARGS__); break;        \
-        case 2: NAME<T, M, 2>(__VA_ARGS__); break;        \
-        case 3: NAME<T, M, NV < 3 ? 1 : 3>(__VA_ARGS__); break; \
-        default: NAME<T, M, NV < 4 ? 1 : 4>(__VA_ARGS__); \
+        case 1: NAME<Slot, M, 1>(__VA_ARGS__); break;        \
+        case 2: NAME<Slot, M, 2>(__VA_ARGS__); break;        \
+        case 3: NAME<Slot, M, NV < 3 ? 1 : 3>(__VA_ARGS__); break; \
+        default: NAME<Slot, M, NV < 4 ? 1 : 4>(__VA_ARGS__); \
     }
 #define BY_SHAPE(M, N, NAME, ...)                          \
     switch (M) {                                           \
@@ -191,13 +200,13 @@ static void add_values(const float *w, const float *values, int64_t stride, int6
         default: BY_WIDTH(6, N, NAME, __VA_ARGS__)         \
     }
 
-template <class T>
+template <class Slot>
 static void logits_of_rows(int64_t m, int64_t n, const float *q, int64_t depth, const float *panels, float factor,
                            float *out, int64_t first, int64_t stop) {
     BY_SHAPE(m, n, logits_of, q, depth, panels, factor, out, first, stop)
 }
 
-template <class T>
+template <class Slot>
 static void add_values_of_rows(int64_t m, const float *w, const float *values, int64_t stride, int64_t n, float *out,
                                int64_t width) {
     for (int64_t d = 0; d < width; d += NV * VW) {
@@ -211,10 +220,10 @@ static void add_values_of_rows(int64_t m, const float *w, const float *values, i
 // Copies a row of so many numbers as slots, `stride` apart; an odd one's partner is 0.
 template <class T>
 INLINE void copy_slots(const typename T::type *row, int64_t size, float *to, int64_t stride) {
-    int64_t whole = size / Slot<T>::PER;
-    for (int64_t d = 0; d < whole; d++) memcpy(to + d * stride, row + d * Slot<T>::PER, 4);
-    if (whole * Slot<T>::PER == size) return;
-    typename T::type last[Slot<T>::PER] = {row[size - 1]};
+    int64_t whole = size / SlotOf<T>::Slot::PER;
+    for (int64_t d = 0; d < whole; d++) memcpy(to + d * stride, row + d * SlotOf<T>::Slot::PER, 4);
+    if (whole * SlotOf<T>::Slot::PER == size) return;
+    typename T::type last[SlotOf<T>::Slot::PER] = {row[size - 1]};
     memcpy(to + whole * stride, last, 4);
 }
 
@@ -226,7 +235,7 @@ static void pack_panel(const Attention *a, int64_t head, int64_t panel, int64_t 
     if (stop - first < VW) memset(to, 0, depth * VW * sizeof(float));
     const typename T::type *from = (const typename T::type *)a->key + head * a->key_head +
                                    (s->start + at - s->position) * a->key_token;
-    if (Slot<T>::PER > 1) {
+    if (SlotOf<T>::Slot::PER > 1) {
         for (int64_t lane = first; lane < stop; lane++) copy_slots<T>(from + lane * a->key_token, a->size, to + lane, VW);
         return;
     }
@@ -273,7 +282,7 @@ static void pack_pairs(const Attention *a, int64_t head, int64_t panel, float *t
 template <class T>
 static void pack_query(const Attention *a, int64_t head, int64_t token, float factor, float *to) {
     const typename T::type *from = (const typename T::type *)a->query + head * a->query_head + token * a->query_token;
-    if (Slot<T>::PER > 1) return copy_slots<T>(from, a->size, to, 1);
+    if (SlotOf<T>::Slot::PER > 1) return copy_slots<T>(from, a->size, to, 1);
     for (int64_t i = 0; i < a->size; i += VW)
         put_some<Float32>(to + i, get_some<T>(from + i, a->size - i) * splat(factor), a->size - i);
 }
@@ -287,17 +296,17 @@ static void write_row(const Attention *a, int64_t head, int64_t token, const flo
 
 // ------------------------------------------------------------------------------------------ softmax
 
-template <class T>
+template <class Slot>
 INLINE void put_zeros(float *x, int64_t from, int64_t to) {
-    if (from < to) memset((char *)x + from * 4 / Slot<T>::PER, 0, (to - from) * 4 / Slot<T>::PER);
+    if (from < to) memset((char *)x + from * 4 / Slot::PER, 0, (to - from) * 4 / Slot::PER);
 }
 
 // Turns a row's logits in columns [first, stop) into weights, zero in the rest of [from, to); updates its sums.
-template <class T>
+template <class Slot>
 static void soften(const Attention *a, float *x, int64_t from, int64_t to, int64_t first, int64_t stop, float *largest,
                    float *total, float *out, int64_t width) {
     if (stop <= first) {
-        put_zeros<T>(x, from, to);
+        put_zeros<Slot>(x, from, to);
         return;
     }
     int64_t begin = first / VW * VW, end = padded(stop, VW);
@@ -312,7 +321,7 @@ static void soften(const Attention *a, float *x, int64_t from, int64_t to, int64
     vf shift = splat(best == -INFINITY ? 0.0f : best), added = {};
     for (int64_t j = begin; j < end; j += VW) {
         vf e = exp2_of(load(x + j) - shift);
-        Slot<T>::put(x, j, e);  // behind what is still to be read
+        Slot::put(x, j, e);  // behind what is still to be read
         added += e;
     }
     if (best != *largest) {
@@ -322,8 +331,8 @@ static void soften(const Attention *a, float *x, int64_t from, int64_t to, int64
         *largest = best;
     }
     *total += sum(added);
-    put_zeros<T>(x, from, begin);
-    put_zeros<T>(x, end, to);
+    put_zeros<Slot>(x, from, begin);
+    put_zeros<Slot>(x, end, to);
 }
 
 // ------------------------------------------------------------------------------------------ a block of rows
@@ -336,7 +345,8 @@ template <class T>
 static void attend(const Attention *a, const Sizes *sizes, const float *panels, const float *packed, int64_t head,
                    const Block *block, Room room) {
     const int64_t group = a->heads / a->kv_heads, depth = sizes->depth, width = sizes->width, num = block->count * group;
-    const int64_t per = Slot<T>::PER;
+    typedef typename SlotOf<T>::Slot Slot;
+    const int64_t per = Slot::PER;
     const int64_t *tokens = a->rows + block->first, *low = a->low + block->first, *high = a->high + block->first;
     const int64_t *chain = a->chains + a->chain_starts[block->segment];
     const int64_t *chain_end = a->chains + a->chain_starts[block->segment + 1];
@@ -363,7 +373,7 @@ static void attend(const Attention *a, const Sizes *sizes, const float *panels, 
                     int64_t to = least(stop, high[(r + m - 1) / group]);
                     if (p * VW >= to || (p + NV) * VW <= low[r / group]) continue;
                     int64_t n = least(NV, (to - p * VW + VW - 1) / VW);
-                    logits_of_rows<T>(m, n, room.q + r * depth, depth, own, factor, room.logits + r * LDS + p * VW - at,
+                    logits_of_rows<Slot>(m, n, room.q + r * depth, depth, own, factor, room.logits + r * LDS + p * VW - at,
                                       most(0, first - p * VW), least(n * VW, stop - p * VW));
                 }
             }
@@ -373,7 +383,7 @@ static void attend(const Attention *a, const Sizes *sizes, const float *panels, 
             int64_t from = most(0, low[r / group] / per * per - at);
             int64_t to = least(KEYS, padded(high[(r + m - 1) / group], per) - at);
             for (int64_t i = r; i < r + m; i++)
-                soften<T>(a, room.logits + i * LDS, from, to, most(0, low[i / group] - at),
+                soften<Slot>(a, room.logits + i * LDS, from, to, most(0, low[i / group] - at),
                           least(KEYS, high[i / group] - at), room.largest + i, room.total + i, room.out + i * width,
                           width);
         }
@@ -390,7 +400,7 @@ static void attend(const Attention *a, const Sizes *sizes, const float *panels, 
                     if (from >= to) continue;
                     int64_t slot = per == 1 ? s->start + from - s->position
                                             : (s->panel * VW + from - s->position / VW * VW) / per;
-                    add_values_of_rows<T>(m, room.logits + r * LDS + (from - at) / per, values + slot * stride, stride,
+                    add_values_of_rows<Slot>(m, room.logits + r * LDS + (from - at) / per, values + slot * stride, stride,
                                           (to - from) / per, room.out + r * width, width);
                 }
             }
@@ -422,8 +432,8 @@ static void compute(const Attention *a) {
         for (int64_t head = 0; head < a->kv_heads; head++)
             for (int64_t panel = 0; panel < a->num_panels; panel++)
                 pack_panel<T>(a, head, panel, sizes.depth, keys + (head * a->num_panels + panel) * panel_size);
-        if constexpr (Slot<T>::PER > 1) {
-            const int64_t slots = VW / Slot<T>::PER * sizes.width;
+        if constexpr (SlotOf<T>::Slot::PER > 1) {
+            const int64_t slots = VW / SlotOf<T>::Slot::PER * sizes.width;
 #pragma omp for collapse(2) schedule(static) nowait
             for (int64_t head = 0; head < a->kv_heads; head++)
                 for (int64_t panel = 0; panel < a->num_panels; panel++)
