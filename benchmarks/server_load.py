@@ -27,7 +27,7 @@ from typing import Any
 import orjson
 
 from guerdon import __version__
-from guerdon.cli import console, outputs
+from guerdon.cli import console, score_plot
 from guerdon.cli.parser import Parser
 from guerdon.client.addresses import Address, addresses
 from guerdon.client.calls import ModelSignature
@@ -219,9 +219,9 @@ def _check_options(args: argparse.Namespace) -> None:
 def _check_files(args: argparse.Namespace) -> None:
     """Raises StartError if an output file cannot be written, before the load runs."""
     if args.plot:
-        outputs.check_plot(args.plot)
+        score_plot.check_plot(args.plot)
     if args.json and args.json != "-":
-        outputs.check_writable(Path(args.json))
+        score_plot.check_writable(Path(args.json))
 
 
 def _server_addresses(urls: list[str]) -> list[Address]:
@@ -250,10 +250,10 @@ def run(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(table(summary, heading, measured.load, sys.stdout))
     sys.stdout.flush()
     if args.json and args.json != "-":
-        with outputs.writing(args.json):
+        with score_plot.writing(args.json):
             Path(args.json).write_bytes(_json(args, measured, urls))
     if args.plot:
-        with outputs.writing(args.plot):
+        with score_plot.writing(args.plot):
             plot(measured.answers, summary, Path(args.plot), heading, measured.load)
     return Exit.FAILED if summary.has_failed else Exit.DONE
 

@@ -42,12 +42,12 @@ def test_braces_of_a_sample_are_no_fields(tmp_path: Path) -> None:
         ("{criterion}", "", r"template has no \{criterion\}, and there are 3 criteria"),
         (', text: "Kind?"', "", "the criterion kind has no text"),
         ("weight: 2", "weight: heavy", r"criteria\[0\].weight is 'heavy'"),
-        ("weight: 2", "wieght: 2", "unknown setting wieght"),
+        ("weight: 2", "wieght: 2", r"unknown setting criteria\[0\].wieght"),
         ("name: kind", "name: right", "two criteria are named right"),
         ("name: kind", "name: other_mass", r"criteria\[2\].name is 'other_mass'"),
         ("name: kind", "name: a b", r"criteria\[2\].name is 'a b'"),
         ("criteria:", "criterias:", "unknown setting criterias"),
-        ("template:", "template: [a]\nsystem:", "template is no text"),
+        ("template:", "template: [a]\nsystem:", r"template is \['a'\]"),
     ],
 )
 def test_a_mistake_is_named(old: str, new: str, message: str, tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_a_rubric_compares_by_plain_defaults(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("round_robin", "tournament", "compare.schedule is 'tournament'"),
-        ("scores: wins", "score: wins", "compare: unknown setting score"),
-        ("{schedule: round_robin, scores: wins}", "", "compare is no mapping"),
+        ("scores: wins", "score: wins", "unknown setting compare.score"),
+        ("{schedule: round_robin, scores: wins}", "", "compare must be a mapping"),
         ("h: 1", "h: 2", "labels.h is 2, and the rubric compares"),
         ("h: 1", "h: 0.5", r"no label prefers \{response_a\}"),
         ("p: 0", "p: 0.5", r"no label prefers \{response_b\}"),

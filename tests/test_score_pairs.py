@@ -151,7 +151,7 @@ def test_what_prevents_a_picture_is_said_before_scoring(
         ("pairs.png", "--plot needs matplotlib", lambda name: None if name == "matplotlib" else find(name)),
     )
     for name, message, found in cases:
-        monkeypatch.setattr("guerdon.cli.outputs.find_spec", found)
+        monkeypatch.setattr("guerdon.cli.score_plot.find_spec", found)
         status, err = run("--server", "127.0.0.1:1", "--plot", name, pairs, "-o", out, capsys=capsys)
         assert status == 2 and message in err and not out.exists()
     assert "[plot]" in err

@@ -52,6 +52,7 @@ PLAIN: dict[str, Any] = {"url": "http://127.0.0.1:1/v1", "model": "m", "template
         ({"parse": {"values": {"A": 1, "a ": 2}}}, "values has a verdict twice"),
         ({"parse": {"values": {True: 1}}}, "values has the key True"),
         ({"parse": {"values": {"a": "b"}}}, "values.a is 'b'"),
+        ({"parse": {"values": {"a": float("inf")}}}, "values is .*inf"),
         ({"parse": {"values": {"a": 1}, "lowest": 0}}, "values is given, and bounds too"),
         ({"parse": {"lowest": 2, "highest": 1}}, "lowest is above highest"),
     ],

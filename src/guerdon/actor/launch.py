@@ -2,7 +2,7 @@
 
 ```
 rank 0                                                       every other rank
-cli.run_reinforce -> launch.run                              launch.run
+guerdon reinforce -> launch.run                              launch.run
 reinforce.train       the loop, as in one process            launch._follow
 training_run.Run      prompts, rewards, checkpoints
 update.update

@@ -72,11 +72,6 @@ def describe_model(info: ModelInfo) -> str:
     return f"{info.name}: {', '.join([*parts, path])}"
 
 
-def describe_proofs(info: ModelInfo) -> str:
-    """Returns a model's proofs at the start, in one line."""
-    return f"{info.name}, proved: {'; '.join(info.proofs)}"
-
-
 def describe_ending(name: str, ending: Ending | None, outputs: Collection[str]) -> str:
     """Returns how a model's chat template ends an answer, and who has to append it; empty without a template."""
     if ending is None or not {"rewards", "logprobs"} & {*outputs}:
@@ -132,18 +127,16 @@ def set_format(log_format: LogFormat) -> None:
     _format = log_format
 
 
-class _Once(logging.Filter):
-    """Passes the first of all records with the same message."""
+def _drop_repeats() -> Callable[[logging.LogRecord], bool]:
+    """Returns a filter that passes the first of all records with the same message."""
+    seen: set[tuple[str, str]] = set()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: set[tuple[str, str]] = set()
+    def is_new(record: logging.LogRecord) -> bool:
+        num_before = len(seen)
+        seen.add((record.name, str(record.msg)))
+        return len(seen) > num_before
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        key = record.name, str(record.msg)
-        is_new = key not in self._seen
-        self._seen.add(key)
-        return is_new
+    return is_new
 
 
 def set_up_logging(log_level: str, log_format: LogFormat = "text", *, once: bool = False) -> None:
@@ -161,7 +154,7 @@ def set_up_logging(log_level: str, log_format: LogFormat = "text", *, once: bool
         else OneLine(f"%(asctime)s %(levelname)s{rank} %(name)s: %(message)s")
     )
     if once:
-        handler.addFilter(_Once())
+        handler.addFilter(_drop_repeats())
     logging.basicConfig(level=level, handlers=[handler])
     for chatty in ("httpx", "httpcore", "urllib3", "huggingface_hub"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

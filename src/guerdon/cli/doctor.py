@@ -30,14 +30,8 @@ from guerdon.client.http_transport import fetch, fetch_json
 from guerdon.client.statuses import error_of
 from guerdon.endings import Ending
 from guerdon.errors import ConfigError, Forbidden, GuerdonError, Unauthenticated, install_command
-from guerdon.settings.access import (
-    KEYS_VARIABLE,
-    AccessConfig,
-    has_keys,
-    is_entry,
-    split_keys_variable,
-    strip_credentials,
-)
+from guerdon.settings import access
+from guerdon.settings.config import ModelConfig
 
 
 def examine(targets: Iterable[str]) -> Iterator[Finding]:
@@ -62,7 +56,7 @@ Samples = list[tuple[str, dict[str, str], float]]
 
 def examine_server(url: str) -> Iterator[Finding]:
     """Checks that the server is reachable and ready; reports its version and models."""
-    subject, remedy = strip_credentials(url), "give it as the server printed it"
+    subject, remedy = access.strip_credentials(url), "give it as the server printed it"
     try:
         (address,) = addresses(url, None)
         subject, remedy = address.url, "check that it runs there, its host, its port of HTTP or gRPC, and its scheme"
@@ -124,14 +118,23 @@ def _examine(subject: str, ask: Ask, metrics: Samples) -> Iterator[Finding]:
     if not _try(ask, "ServerReady").get("ready"):
         yield problem(subject, "not ready", _READY)
     about = ask("ServerMetadata")
-    yield _version(subject, str(about.get("name", "?")), str(about.get("version", "?")))
+    name, version, own = str(about.get("name", "?")), str(about.get("version", "?")), _version_of("guerdon")
+    if name != "guerdon":
+        yield note(subject, f"{name} {version}, a server of the open inference protocol", "nothing, if intended")
+    elif own is not None and version != own:
+        remedy = "install the same version on both sides if something fails"
+        yield note(subject, f"guerdon {version}; here is {own}", remedy)
+    else:
+        yield ok(subject, f"guerdon {version}, the same as here")
     for model in ask("RepositoryIndex").get("models", []):
         if isinstance(model, dict):
             name, state, reason = (str(model.get(key, "")) for key in ("name", "state", "reason"))
-            yield _model(subject, name, state, reason, metrics)
-            yield from _failures(subject, name, metrics)
+            yield from _examine_served(subject, name, state, reason, metrics)
             if state == "READY":
-                yield from _ending(subject, name, _try(ask, "ModelConfig", name).get("config", {}))
+                config = _try(ask, "ModelConfig", name).get("config", {})
+                outputs = [str(output.get("name")) for output in config.get("output", ())]
+                if text := describe_ending(f"model {name}", Ending.reported(config), outputs):
+                    yield ok(subject, text)
 
 
 def _try(ask: Ask, *asked: str) -> dict[str, Any]:
@@ -140,32 +143,6 @@ def _try(ask: Ask, *asked: str) -> dict[str, Any]:
         return ask(*asked)
     except GuerdonError:
         return {}
-
-
-def _version(subject: str, name: str, version: str) -> Finding:
-    own = _version_of("guerdon")
-    if name != "guerdon":
-        return note(subject, f"{name} {version}, a server of the open inference protocol", "nothing, if intended")
-    if own is not None and version != own:
-        help_text = "install the same version on both sides if something fails"
-        return note(subject, f"guerdon {version}; here is {own}", help_text)
-    return ok(subject, f"guerdon {version}, the same as here")
-
-
-def _model(subject: str, name: str, state: str, reason: str, metrics: Samples) -> Finding:
-    if state == "READY":
-        about = "{kind}, {dtype} on {device}, {path}, weights {weights_version}"
-        more = [about.format(**of) for kind, of, _ in metrics if kind == "guerdon_model_info" and of["model"] == name]
-        return ok(subject, ": ".join([f"model {name} is ready", *more[-1:]]))
-    remedy = f"an admin may load it: POST /v2/repository/models/{name}/load" if reason == "unloaded" else _READY
-    return note(subject, f"model {name} is {state.lower() or 'unknown'}{reason and ': ' + reason}", remedy)
-
-
-def _ending(subject: str, name: str, config: dict[str, Any]) -> Iterator[Finding]:
-    """Says how the model's chat template ends an answer, if its configuration does."""
-    outputs = [str(output.get("name")) for output in config.get("output", ())]
-    if text := describe_ending(f"model {name}", Ending.reported(config), outputs):
-        yield ok(subject, text)
 
 
 def _metrics(address: Address) -> Samples:
@@ -178,14 +155,19 @@ def _metrics(address: Address) -> Samples:
     return [(match[1], dict(_LABEL.findall(match[2])), float(match[3])) for match in found]
 
 
-def _failures(subject: str, name: str, metrics: Samples) -> Iterator[Finding]:
-    """Reports how many requests and samples of a model failed since the server's start, if it had any."""
+def _examine_served(subject: str, name: str, state: str, reason: str, metrics: Samples) -> Iterator[Finding]:
+    """Reports a model's state, and how many requests and samples failed since the server's start, if it had any."""
+    if state == "READY":
+        about = "{kind}, {dtype} on {device}, {path}, weights {weights_version}"
+        more = [about.format(**of) for kind, of, _ in metrics if kind == "guerdon_model_info" and of["model"] == name]
+        yield ok(subject, ": ".join([f"model {name} is ready", *more[-1:]]))
+    else:
+        remedy = f"an admin may load it: POST /v2/repository/models/{name}/load" if reason == "unloaded" else _READY
+        yield note(subject, f"model {name} is {state.lower() or 'unknown'}{reason and ': ' + reason}", remedy)
     requests, samples = (
         {of["outcome"]: round(count) for kind, of, count in metrics if (kind, of["model"]) == (metric, name) and count}
         for metric in ("guerdon_requests_total", "guerdon_sequences_total")
     )
-    if not requests and not samples:
-        return
     refused = {kind: count for kind, count in requests.items() if kind not in ("ok", "Cancelled")}
     lost, num_samples = samples.get("failed", 0), sum(samples.values())
     kinds = f" ({', '.join(f'{kind} {count:,}' for kind, count in refused.items())})" if refused else ""
@@ -193,11 +175,11 @@ def _failures(subject: str, name: str, metrics: Samples) -> Iterator[Finding]:
         f"model {name} since the start: {lost:,} of {num_samples:,} samples without a score, "
         f"{sum(refused.values()):,} of {sum(requests.values()):,} requests failed{kinds}"
     )
-    if not lost and not refused:
+    if lost or refused:
+        level = problem if lost and lost == num_samples else note
+        yield level(subject, text, f"look at {subject}/#errors for their kinds; the answer to each says why")
+    elif requests or samples:
         yield ok(subject, text)
-        return
-    level = problem if lost and lost == num_samples else note
-    yield level(subject, text, f"look at {subject}/#errors for their kinds; the answer to each says why")
 
 
 _DEVELOPMENT = ("dev", "docs", "fuzz", "manifests")
@@ -208,7 +190,7 @@ _PURPOSES = {
     "wandb": "Weights & Biases", "mlflow": "MLflow", "math": "guerdon.verifiers.mathematics",
     "ray": "guerdon.deploy.ray", "vllm": "rollouts by vLLM",
 }  # fmt: skip
-"""What needs each extra."""
+"""The commands or features that need each extra."""
 
 
 def examine_installation() -> Iterator[Finding]:
@@ -225,12 +207,11 @@ def examine_installation() -> Iterator[Finding]:
         yield note("guerdon", "run from a source tree, not installed", f"{install_command()}, for its dependencies")
         return
     yield ok("guerdon", own["Version"])
-    requirements = list(requirements_of("guerdon"))
-    missing, outside = _find_lacking(requirements)
+    present, missing, outside = _compare(requirements_of("guerdon"))
     if missing or outside:
         yield problem("client", ", ".join([*missing, *outside]), install_command())
     else:
-        yield ok("client", "complete: " + _describe_versions(requirements))
+        yield ok("client", f"complete: {', '.join(present)}")
     for extra in own.get_all("Provides-Extra") or []:
         if extra not in _DEVELOPMENT:
             yield _check_extra(extra)
@@ -238,16 +219,18 @@ def examine_installation() -> Iterator[Finding]:
 
 def _check_extra(extra: str) -> Finding:
     subject, line = f"extra {extra}", install_command(extra)
-    missing, outside = _find_lacking(requirements_of("guerdon", extra))
-    what = f" ({_PURPOSES[extra]})" if extra in _PURPOSES else ""
+    purpose = f" ({_PURPOSES[extra]})" if extra in _PURPOSES else ""
     own = list(requirements_of("guerdon", extra, with_contained=False))  # contained extras have their own lines
+    _, missing, outside = _compare(requirements_of("guerdon", extra))
+    present, own_missing, _ = _compare(own)
     if outside:  # pip would refuse it
         return problem(subject, ", ".join(outside), line)
     if not own:
-        return note(subject, f"not available for this platform or Python{what}", "nothing; the rest works without it")
+        remedy = "nothing; the rest works without it"
+        return note(subject, f"not available for this platform or Python{purpose}", remedy)
     if missing:
-        return note(subject, f"{', '.join(_find_lacking(own)[0] or missing)}{what}", f"{line}, if you need it")
-    return ok(subject, _describe_versions(own) + what)
+        return note(subject, f"{', '.join(own_missing or missing)}{purpose}", f"{line}, if you need it")
+    return ok(subject, ", ".join(present) + purpose)
 
 
 def requirements_of(name: str, extra: str = "", *, with_contained: bool = True) -> Iterator[Requirement]:
@@ -264,29 +247,22 @@ def requirements_of(name: str, extra: str = "", *, with_contained: bool = True) 
                 yield from requirements_of(name, contained)
 
 
-def _find_lacking(requirements: Iterable[Requirement]) -> tuple[list[str], list[str]]:
-    """Returns missing packages and those of untested versions, without duplicates."""
-    missing: dict[str, None] = {}
-    outside: dict[str, None] = {}
+def _compare(requirements: Iterable[Requirement]) -> tuple[list[str], list[str], list[str]]:
+    """Returns the installed packages with their versions, the missing ones, and those of an untested version."""
+    present, missing, outside = [], [], []
     for wanted in requirements:
-        version = _version_of(wanted.name)
+        name, version = wanted.name, _version_of(wanted.name)
         if version is None:
-            missing[f"{wanted.name} is missing"] = None
-        elif not wanted.specifier.contains(version, prereleases=True):
+            missing.append(f"{name} is missing")
+            continue
+        present.append(f"{name} {version}")
+        if not wanted.specifier.contains(version, prereleases=True):
             tested = ",".join(sorted(map(str, wanted.specifier), reverse=True))
-            outside[f"{wanted.name} {version} is not {tested}, the tested range"] = None
-        else:
-            parts = [(part.name, extra) for extra in wanted.extras for part in requirements_of(wanted.name, extra)]
-            for part, extra in parts:
-                if _version_of(part) is None:
-                    missing[f"{part} (of {wanted.name}[{extra}]) is missing"] = None
-    return [*missing], [*outside]
-
-
-def _describe_versions(requirements: Iterable[Requirement]) -> str:
-    """Returns names and versions of installed packages."""
-    found = [(part.name, _version_of(part.name)) for part in requirements]
-    return ", ".join(f"{name} {version}" for name, version in found if version is not None)
+            outside.append(f"{name} {version} is not {tested}, the tested range")
+            continue
+        parts = [(part.name, extra) for extra in wanted.extras for part in requirements_of(name, extra)]
+        missing += [f"{part} (of {name}[{extra}]) is missing" for part, extra in parts if not _version_of(part)]
+    return present, list(dict.fromkeys(missing)), list(dict.fromkeys(outside))
 
 
 def _metadata(name: str) -> metadata.PackageMetadata | None:
@@ -322,13 +298,14 @@ def examine_machine() -> Iterator[Finding]:
     yield _check_open_files()
     yield check_cache(os.environ)
     yield from _check_keys()
-    found = {name: os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES}
-    if names := ", ".join(name for name, value in found.items() if value and name != "no_proxy"):
-        text = f"{names} set: HTTP clients use it, except for {found['no_proxy'] or 'nothing'}"
+    names = [name for name in ("http_proxy", "https_proxy", "all_proxy") if _variable(name)]
+    if names:
+        text = f"{', '.join(names)} set: HTTP clients use it, except for {_variable('no_proxy') or 'nothing'}"
         yield note("proxy", text, "add 127.0.0.1, localhost and your servers' names to NO_PROXY to reach them directly")
 
 
-_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+def _variable(name: str) -> str | None:
+    return os.environ.get(name) or os.environ.get(name.upper())
 
 
 def _check_port(port: int, what: str) -> Finding:
@@ -337,28 +314,26 @@ def _check_port(port: int, what: str) -> Finding:
             return ok(f"port {port}", f"free ({what})")
     except OSError as e:
         why = f"cannot be bound: {e.strerror}"
-    try:
+    with contextlib.suppress(GuerdonError, KeyError):  # not a server of the protocol
         (address,) = addresses(f"http://127.0.0.1:{port}", Credentials())
         about = fetch_json(address, "/v2", dict, timeout_s=1.0)
         why = f"taken by {about['name']} {about['version']}"
-    except (GuerdonError, KeyError):  # not a server of the protocol
-        pass
     flag = "--grpc-port" if "gRPC" in what else "--port"
     return note(f"port {port}", f"{why} ({what})", f"give another port by {flag}, unless that is your server")
 
 
 def _check_open_files() -> Finding:
-    subject = "open files"
     try:
         import resource
     except ImportError:  # not on Windows
-        return ok(subject, "this platform sets no limit")
+        return ok("open files", "this platform sets no limit")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = "no limit" if hard == resource.RLIM_INFINITY else f"at most {hard:,}"
-    if hard != resource.RLIM_INFINITY and hard < _FILES:
+    is_endless = hard == resource.RLIM_INFINITY
+    if not is_endless and hard < _FILES:
         remedy = f"`ulimit -Hn {_FILES}` as root before `guerdon serve`, or LimitNOFILE={_FILES} in its systemd unit"
-        return note(subject, f"{limit}, and each connection needs one", remedy)
-    return ok(subject, f"{limit} ({soft:,} by default; a server raises it)")
+        return note("open files", f"at most {hard:,}, and each connection needs one", remedy)
+    limit = "no limit" if is_endless else f"at most {hard:,}"
+    return ok("open files", f"{limit} ({soft:,} by default; a server raises it)")
 
 
 def check_cache(environment: Mapping[str, str]) -> Finding:
@@ -381,20 +356,19 @@ def check_cache(environment: Mapping[str, str]) -> Finding:
 
 def _check_keys() -> Iterator[Finding]:
     """Checks the variables with keys; never reports their values."""
-    if not has_keys(AccessConfig()):
-        yield ok(KEYS_VARIABLE, "not set: servers require no key")
-    elif any(map(is_entry, split_keys_variable())):
-        yield ok(KEYS_VARIABLE, "set: servers started here require a key")
+    if not access.has_keys(access.AccessConfig()):
+        yield ok(access.KEYS_VARIABLE, "not set: servers require no key")
+    elif any(map(access.is_entry, access.split_keys_variable())):
+        yield ok(access.KEYS_VARIABLE, "set: servers started here require a key")
     else:
         what = "write `ROLE NAME KEY` entries into it, or unset it"
-        yield problem(KEYS_VARIABLE, "set but empty: no server starts here without a file of keys", what)
+        yield problem(access.KEYS_VARIABLE, "set but empty: no server starts here without a file of keys", what)
     try:
         credentials = Credentials.from_environment()
         credentials.read()
+        yield ok("GUERDON_API_KEY", "set: clients send it" if credentials.api_key else "not set: clients send none")
     except ConfigError as e:
         yield problem("client's credentials", str(e), e.help)
-        return
-    yield ok("GUERDON_API_KEY", "set: clients send it" if credentials.api_key else "not set: clients send none")
 
 
 def examine_devices() -> Iterator[Finding]:
@@ -407,18 +381,16 @@ def examine_devices() -> Iterator[Finding]:
     except Exception as e:  # a broken installation may raise anything
         yield problem("torch", f"cannot be imported: {_first_line(e)}", "reinstall it: https://pytorch.org/get-started")
         return
-    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"
-    if getattr(torch.version, "hip", None):
-        build = f"built for ROCm {torch.version.hip}"
-    yield ok("torch", f"{torch.__version__}, {build}, threads: {torch.get_num_threads()}")
+    cuda, rocm = torch.version.cuda, getattr(torch.version, "hip", None)
+    build = f"ROCm {rocm}" if rocm else f"CUDA {cuda}" if cuda else "CPUs"
+    yield ok("torch", f"{torch.__version__}, built for {build}, threads: {torch.get_num_threads()}")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if num_gpus:
-        yield from (_check_gpu(torch, index) for index in range(num_gpus))
-    elif shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists():
+    yield from (_check_gpu(torch, index) for index in range(num_gpus))
+    if not num_gpus and (shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists()):
         remedy = "install a CUDA build of torch that the driver supports (https://pytorch.org/get-started), and check "
         text = f"this machine has NVIDIA's driver, but torch {torch.__version__} finds no GPU"
         yield problem("GPU", text, remedy + "CUDA_VISIBLE_DEVICES")
-    else:
+    elif not num_gpus:
         yield ok("GPU", "none; models run on the CPU, in float32 unless you give --dtype")
     yield from _check_cpu(torch)
     if find_spec("transformers") is None:
@@ -460,33 +432,28 @@ def _check_attention(device: str) -> Finding:
     """Loads a small Llama and reports its path, by the self-check of every start."""
     subject = f"attention on {device}"
     try:
-        path, why = _try_small_model(device)
+        import torch
+        import transformers
+
+        from guerdon.engine.checkpoint.reward_models import load_reward_model
+        from guerdon.engine.engine import Engine
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        config = transformers.LlamaConfig(
+            vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=256, num_labels=1, pad_token_id=0,
+        )  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+            info = Engine(load_reward_model(ModelConfig(model=folder, device=device))).info
     except Exception as e:  # an untested version of a library may raise anything
         return problem(subject, f"a small model fails: {_first_line(e)}", install_command("server"))
-    if path == "packed+shared":
-        return ok(subject, f"{path}: {why}")
-    return note(subject, f"{path}: {why}", "it is exact but slower; check the versions of torch and transformers above")
-
-
-def _try_small_model(device: str) -> tuple[str, str]:
-    import torch
-    import transformers
-
-    from guerdon.engine.checkpoint.reward_models import load_reward_model
-    from guerdon.engine.engine import Engine
-    from guerdon.settings.config import ModelConfig
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, num_labels=1, pad_token_id=0,
-    )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-        info = Engine(load_reward_model(ModelConfig(model=folder, device=device))).info
-    return info.path, f"a small Llama in {info.dtype} {info.why}"
+    text = f"{info.path}: a small Llama in {info.dtype} {info.why}"
+    if info.path == "packed+shared":
+        return ok(subject, text)
+    return note(subject, text, "it is exact but slower; check the versions of torch and transformers above")
 
 
 def _first_line(error: Exception) -> str:

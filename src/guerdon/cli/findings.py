@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Literal
 
 import orjson
@@ -18,7 +19,7 @@ _STYLES: dict[Level, Style] = {"ok": "green", "note": "yellow", "problem": "red"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check; `help` says what to do unless it is ok."""
+    """The result of one check: a note may be intended, a problem has to be solved; `help` is advice for both."""
 
     level: Level
     subject: str
@@ -26,25 +27,12 @@ class Finding:
     help: str = ""
 
     def __str__(self) -> str:
-        level, name = (
-            coloured(f"{self.level:<7}", _STYLES[self.level], sys.stdout),
-            coloured("help:", "cyan", sys.stdout),
-        )
-        return f"{level}  {self.subject}: {self.text}\n" + (f"         {name} {self.help}\n" if self.help else "")
+        level = coloured(f"{self.level:<7}", _STYLES[self.level], sys.stdout)
+        advice = f"         {coloured('help:', 'cyan', sys.stdout)} {self.help}\n" if self.help else ""
+        return f"{level}  {self.subject}: {self.text}\n{advice}"
 
 
-def ok(subject: str, text: str) -> Finding:
-    return Finding("ok", subject, text)
-
-
-def note(subject: str, text: str, help: str) -> Finding:  # noqa: A002 - the word that errors use
-    """Something that may be intended."""
-    return Finding("note", subject, text, help)
-
-
-def problem(subject: str, text: str, help: str) -> Finding:  # noqa: A002
-    """Something does not work."""
-    return Finding("problem", subject, text, help)
+ok, note, problem = partial(Finding, "ok"), partial(Finding, "note"), partial(Finding, "problem")
 
 
 def report(findings: Iterable[Finding], *, as_json: bool) -> int:

@@ -1,8 +1,10 @@
-"""Draws the rewards of a scored file; for pairs also the margins, and the accuracy by category."""
+"""`guerdon score --plot`: draws the rewards of a file; for pairs also the margins, and the accuracy by category."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ import numpy as np
 
 from guerdon.client.pair_report import Pairs
 from guerdon.client.score_file import FileSummary
+from guerdon.errors import ConfigError, StartError, StorageFailed, install_command
 from guerdon.plots import BAND, INK, MAIN, MUTED, SECOND, STYLE, name_lines, pyplot
 
 if TYPE_CHECKING:
@@ -23,8 +26,44 @@ _OUTLIERS = 0.002
 """The share of values at each end that may lie outside of a histogram's axis, counted in its last bar."""
 
 
-def draw(summary: FileSummary, path: Path, scorer: str, source: str) -> None:
-    """Writes a PNG of the summary; `scorer` and `source` are in its heading."""
+def check_plot(name: str) -> None:
+    """Raises StartError if matplotlib is missing, and ConfigError if `--plot NAME` cannot be written as a PNG."""
+    if find_spec("matplotlib") is None:
+        raise StartError("--plot needs matplotlib, which is not installed", install_command("plot"))
+    if Path(name).suffix.lower() != ".png":
+        raise ConfigError(f"--plot {name} is not a .png file", "give a name that ends in .png")
+    check_writable(Path(name))
+
+
+def check_writable(path: Path) -> None:
+    """Raises ConfigError if the file cannot be written; leaves no file behind."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder} for {path.name}", "create it first")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder", "name a file in it")
+    is_new = not path.exists()
+    if not is_new and not path.is_file():
+        return  # opening and closing a pipe would end it for its reader
+    try:
+        path.open("ab").close()
+    except OSError as e:
+        raise ConfigError(f"cannot write {path}: {e.strerror}", "name a writable file") from e
+    if is_new:
+        path.unlink()
+
+
+@contextlib.contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Turns an OSError, which may lack the path, into StorageFailed."""
+    try:
+        yield
+    except OSError as e:
+        raise StorageFailed(f"cannot write {path}: {e.strerror}") from e
+
+
+def draw(summary: FileSummary, path: str, scorer: str, source: str) -> None:
+    """Writes a PNG of the summary, with `scorer` and `source` in its heading; raises StorageFailed."""
     plt = pyplot()
     total, categories = summary.pairs.total(), summary.pairs.largest(MOST_BARS)
     widths = [1.0] + [1.0] * bool(len(total)) + [1.15] * bool(len(total) and categories)
@@ -43,7 +82,8 @@ def draw(summary: FileSummary, path: Path, scorer: str, source: str) -> None:
             _draw_rewards(axes[0], [("rewards", summary.rewards, MAIN)])
         if len(axes) == 3:
             _draw_accuracy(axes[2], categories, total, len(summary.pairs.categories))
-        figure.savefig(path, dpi=150)
+        with writing(path):
+            figure.savefig(path, dpi=150)
         plt.close(figure)
 
 

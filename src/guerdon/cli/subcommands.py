@@ -7,17 +7,19 @@ import functools
 import platform
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from guerdon import __version__
-from guerdon.cli import console, helps, outputs
+from guerdon.cli import console, helps
 from guerdon.cli.parser import SHELLS, Parser, completion_script
 from guerdon.core import ModelInfo
 from guerdon.distributed.layout import wants_ranks
 from guerdon.distributed.ranks import num_started
 from guerdon.endings import Ending
 from guerdon.errors import SERVER_MODULES, ConfigError, Exit, require_modules
+from guerdon.settings import sources
 from guerdon.settings.access import strip_credentials
 from guerdon.settings.actors import (
     ActorConfig,
@@ -36,15 +38,6 @@ from guerdon.settings.config import (
     ServerConfig,
     TeacherConfig,
 )
-from guerdon.settings.sources import (
-    CRITIC_PORTS,
-    add_section_flags,
-    add_server_flags,
-    given_flags,
-    read_actor_settings,
-    read_critic_settings,
-    read_server_settings,
-)
 
 
 def make_parser() -> Parser:
@@ -54,14 +47,11 @@ def make_parser() -> Parser:
         "--version", action=_ShowVersions, nargs=0, help="Show the versions of guerdon, Python and torch, and exit."
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    _add_serve(commands)
-    _add_serve_critic(commands)
-    _add_serve_teacher(commands)
-    _add_serve_judge(commands)
+    for name, server in _SERVERS.items():
+        _add_server(commands, name, *server)
     _add_score(commands)
-    _add_actor(commands, "reinforce", "Train a policy by REINFORCE, RLOO or GRPO.", ReinforceRunConfig, run_reinforce)
-    _add_actor(commands, "ppo", "Train a policy by PPO with a served critic.", PPORunConfig, run_ppo)
-    _add_actor(commands, "distill", "Distil a served teacher into a policy.", DistillRunConfig, run_distill)
+    for name, actor in _ACTORS.items():
+        _add_actor(commands, name, *actor)
     _add_doctor(commands)
     _add_convert(commands)
     _add_completion(commands, parser)
@@ -91,98 +81,58 @@ class _ShowVersions(argparse.Action):
 # serve, serve-critic, serve-teacher, serve-judge
 
 
-def _add_serve(commands: Any) -> None:
-    parser = _add_command(commands, "serve", "Serve reward models over HTTP and gRPC.", run_serve)
-    parser.show_first(
-        "config", "host", "port", "api_keys_file", "dtype", "device", "max_length", "max_batch_tokens",
-        "tensor_parallel", "data_parallel",
-    )  # fmt: skip
-    parser.usage = "guerdon serve [MODEL] [--config FILE.yaml] [--FLAG VALUE ...]"
-    parser.add_argument("MODEL", nargs="?", help="Local folder, hub id, or module:function.")
+_SERVERS: dict[str, tuple[str, type, str]] = {
+    "serve": (
+        "Serve reward models over HTTP and gRPC.", ModelConfig,
+        "config host port api_keys_file dtype device max_length max_batch_tokens tensor_parallel data_parallel",
+    ),
+    "serve-critic": (
+        "Serve a critic that trains, over HTTP and gRPC.", CriticConfig,
+        "config host port api_keys_file checkpoint_dir reward_model learning_rate global_batch_size dtype device",
+    ),
+    "serve-teacher": (
+        "Serve log-probs of a language model, over HTTP and gRPC.", TeacherConfig,
+        "config host port api_keys_file max_top_k dtype device max_length tensor_parallel data_parallel",
+    ),
+    "serve-judge": (
+        "Serve a language model's rewards by a rubric.", JudgeConfig,
+        "rubric verdict max_other_mass config host port api_keys_file dtype device max_length",
+    ),
+}  # fmt: skip
+"""Each command that serves: its summary, the settings of its model, and the flags that `--help` shows."""
+
+
+def _add_server(commands: Any, name: str, summary: str, cls: Any, first: str) -> None:
+    is_critic = cls is CriticConfig
+    read = sources.read_critic_settings if is_critic else functools.partial(sources.read_server_settings, cls=cls)
+    parser = _add_command(commands, name, summary, lambda args: _serve(read(args)))
+    parser.show_first(*first.split())
+    parser.usage = f"guerdon {name} [MODEL] [--{first.partition(' ')[0]} FILE.yaml] [--FLAG VALUE ...]"
+    parser.add_argument("MODEL", nargs="?", help=cls.__dataclass_fields__["model"].metadata["help"])
     parser.add_argument(
         "--config", metavar="FILE.yaml", help="Read settings from this file, which may name several models."
     )
-    add_server_flags(parser, ServerConfig, ModelConfig)
-
-
-def _add_serve_critic(commands: Any) -> None:
-    parser = _add_command(commands, "serve-critic", "Serve a critic that trains, over HTTP and gRPC.", run_serve_critic)
-    parser.show_first(
-        "config", "host", "port", "api_keys_file", "checkpoint_dir", "reward_model", "learning_rate",
-        "global_batch_size", "dtype", "device",
-    )  # fmt: skip
-    parser.usage = "guerdon serve-critic [MODEL] [--config FILE.yaml] [--FLAG VALUE ...]"
-    parser.add_argument("MODEL", nargs="?", help="Local folder or hub id of a reward model or a critic.")
-    parser.add_argument("--config", metavar="FILE.yaml", help="Read settings from this file.")
-    add_server_flags(parser, ServerConfig, CriticConfig, defaults=CRITIC_PORTS)
-
-
-def _add_serve_teacher(commands: Any) -> None:
-    parser = _add_command(
-        commands, "serve-teacher", "Serve log-probs of a language model, over HTTP and gRPC.", run_serve_teacher
-    )
-    parser.show_first(
-        "config", "host", "port", "api_keys_file", "max_top_k", "dtype", "device", "max_length",
-        "tensor_parallel", "data_parallel",
-    )  # fmt: skip
-    parser.usage = "guerdon serve-teacher [MODEL] [--config FILE.yaml] [--FLAG VALUE ...]"
-    parser.add_argument("MODEL", nargs="?", help="Local folder or hub id of a causal language model.")
-    parser.add_argument(
-        "--config", metavar="FILE.yaml", help="Read settings from this file, which may name several models."
-    )
-    add_server_flags(parser, ServerConfig, TeacherConfig)
-
-
-def _add_serve_judge(commands: Any) -> None:
-    parser = _add_command(commands, "serve-judge", "Serve a language model's rewards by a rubric.", run_serve_judge)
-    parser.show_first(
-        "rubric", "verdict", "max_other_mass", "config", "host", "port", "api_keys_file", "dtype", "device",
-        "max_length",
-    )  # fmt: skip
-    parser.usage = "guerdon serve-judge [MODEL] [--rubric FILE.yaml] [--FLAG VALUE ...]"
-    parser.add_argument("MODEL", nargs="?", help="Local folder or hub id of a causal language model.")
-    parser.add_argument(
-        "--config", metavar="FILE.yaml", help="Read settings from this file, which may name several models."
-    )
-    add_server_flags(parser, ServerConfig, JudgeConfig)
-
-
-def run_serve(args: argparse.Namespace) -> int:
-    """Loads reward models and serves them until SIGTERM or SIGINT; returns the exit status."""
-    return _serve(read_server_settings(args))
-
-
-def run_serve_critic(args: argparse.Namespace) -> int:
-    """Loads a critic, replays its journal, and serves it until SIGTERM or SIGINT; returns the exit status."""
-    return _serve(read_critic_settings(args))
-
-
-def run_serve_teacher(args: argparse.Namespace) -> int:
-    """Loads a teacher and serves it until SIGTERM or SIGINT; returns the exit status."""
-    return _serve(read_server_settings(args, TeacherConfig))
-
-
-def run_serve_judge(args: argparse.Namespace) -> int:
-    """Loads a judge and serves it until SIGTERM or SIGINT; returns the exit status."""
-    return _serve(read_server_settings(args, JudgeConfig))
+    sources.add_server_flags(parser, ServerConfig, cls, defaults=sources.CRITIC_PORTS if is_critic else {})
 
 
 def _serve(config: ServerConfig) -> int:
     console.set_up_logging(config.log_level, config.log_format)
     require_modules(*SERVER_MODULES, extra="server")
-    device = _shared_device(config)
+    critic = config.critic
+    loaded = [model for model in config.models if not isinstance(model, ChatJudgeConfig)]
+    devices = sorted({model.device for model in (*loaded, critic) if model}) or ["auto"]
+    if len(devices) > 1 and (num_started() > 1 or wants_ranks(config)):
+        raise ConfigError(
+            f"the models' devices are {' and '.join(devices)}, but each rank has one", "give all models the same device"
+        )
     if wants_ranks(config):
         from guerdon.server import runtime
 
         runtime.check_addresses(config)
-        return _launch(config, device, functools.partial(_serve, config), _SERVER_MODULES)
-    critic = config.critic
-    loaded = [model for model in config.models if not isinstance(model, ChatJudgeConfig)]
-    paths = [*(model.model for model in loaded), *([critic.model] if critic else [])]
-    if critic and critic.reward_model:
-        paths.append(critic.reward_model)
+        return _launch(config, devices[0], functools.partial(_serve, config), _SERVER_MODULES)
+    paths = [model.model for model in loaded] + ([critic.model, critic.reward_model] if critic else [])
     if paths:
-        console.say(f"loading {', '.join(paths)}")
+        console.say(f"loading {', '.join(filter(None, paths))}")
     elif config.models:
         console.say("nothing to load: the models are other servers'")
     from guerdon import assembly
@@ -197,7 +147,7 @@ def _serve(config: ServerConfig) -> int:
             if isinstance(info, ModelInfo):
                 console.say(console.describe_model(info))
                 if info.proofs:
-                    console.say(console.describe_proofs(info))
+                    console.say(f"{info.name}, proved: {'; '.join(info.proofs)}")
                 if ending := console.describe_ending(info.name, Ending.parse(info.ending), info.outputs):
                     console.say(ending)
         if len(service.loops.places) > 1:
@@ -208,28 +158,17 @@ def _serve(config: ServerConfig) -> int:
     def on_started(http_url: str, grpc_url: str | None) -> None:
         console.say(f"ready at {http_url}" + (f" and {grpc_url}" if grpc_url else "") + "  (Ctrl-C stops it)")
 
-    assembly.run(config, device=device, on_loaded=on_loaded, on_started=on_started)
+    assembly.run(config, device=devices[0], on_loaded=on_loaded, on_started=on_started)
     for service in started:
         requests = service.metrics.totals("guerdon_requests", "_total")
         num_ok = sum(int(number) for (_, outcome), number in requests.items() if outcome == "ok")
-        told = f"stopped; requests answered: {num_ok}, refused or failed: {int(sum(requests.values())) - num_ok}"
+        summary = f"stopped; requests answered: {num_ok}, refused or failed: {int(sum(requests.values())) - num_ok}"
         sequences = service.metrics.totals("guerdon_sequences", "_total")
         num_lost = int(sum(sequences.get((name, "failed"), 0) for name in service.catalog.entries))
-        console.say(told + (f"; samples without a score: {num_lost}" if num_lost else ""))
+        console.say(summary + (f"; samples without a score: {num_lost}" if num_lost else ""))
         if critic and service.critic is not None:
             console.say(console.describe_stopped(critic, service.critic.state()))
     return Exit.DONE
-
-
-def _shared_device(config: ServerConfig) -> str:
-    """Returns the device of all models; raises ConfigError if there are several ranks and several devices."""
-    loaded = [model for model in config.models if not isinstance(model, ChatJudgeConfig)]
-    devices = sorted({model.device for model in [*loaded, *([config.critic] if config.critic else [])]})
-    if len(devices) > 1 and (num_started() > 1 or wants_ranks(config)):
-        raise ConfigError(
-            f"the models' devices are {' and '.join(devices)}, but each rank has one", "give all models the same device"
-        )
-    return devices[0] if devices else "auto"
 
 
 # the ranks that a command starts itself
@@ -282,26 +221,24 @@ def _add_score(commands: Any) -> None:
     parser.add_argument(
         "--no-progress", action="store_true", help="Show no progress bar; it is shown only on terminals."
     )
-    add_server_flags(parser, ModelConfig)
+    sources.add_server_flags(parser, ModelConfig)
 
 
 def run_score(args: argparse.Namespace) -> int:
     """Scores a file through servers or by a model in this process; returns 1 if samples failed."""
     console.check_single_process("score")
-    if args.plot:
-        outputs.check_plot(args.plot)
+    from guerdon.cli import score_plot  # late: its imports would slow every command down
     from guerdon.client import RewardClient
     from guerdon.client.score_file import score_file
 
-    flags = given_flags(args, ModelConfig)
+    if args.plot:
+        score_plot.check_plot(args.plot)
+    flags = sources.given_flags(args, ModelConfig)
     progress = not args.no_progress and sys.stderr.isatty()
     if args.server:
-        unused = next((flag for flag in flags if flag != "name"), None)
-        if unused is not None:
-            raise ConfigError(
-                f"--{unused.replace('_', '-')} is given, but the model runs at {strip_credentials(args.server[0])}",
-                "leave it out",
-            )
+        if unused := [flag.replace("_", "-") for flag in flags if flag != "name"]:
+            server = strip_credentials(args.server[0])
+            raise ConfigError(f"--{unused[0]} is given, but the model runs at {server}", "leave it out")
         console.require_grpc(args.server)
         scorer: Any = RewardClient(args.server, model=flags.get("name", ModelConfig.name))
     else:
@@ -328,47 +265,36 @@ def run_score(args: argparse.Namespace) -> int:
             "note: the model has a chat template, and texts were scored without it; --template applies it\n"
         )
     if args.plot:
-        from guerdon.cli.score_plot import draw
-
-        with outputs.writing(args.plot):
-            draw(summary, Path(args.plot), args.model or strip_credentials(args.server[0]), Path(args.IN).name)
+        score_plot.draw(summary, args.plot, args.model or strip_credentials(args.server[0]), Path(args.IN).name)
     return Exit.FAILED if summary.num_failed else Exit.DONE
 
 
 # reinforce, ppo, distill
 
-_OF_ALGORITHM = {
-    "reinforce": ("reinforce.kl_coefficient", "reinforce.advantage_estimator"),
-    "ppo": ("ppo.kl_coefficient", "ppo.critic_warmup_steps"),
-    "distill": ("distill.global_batch_size", "teacher.url"),
-}
-"""The flags of each actor that `--help` shows besides those of all actors."""
+_ACTORS: dict[str, tuple[str, type[ActorConfig], str]] = {
+    "reinforce": (
+        "Train a policy by REINFORCE, RLOO or GRPO.", ReinforceRunConfig,
+        "reinforce.kl_coefficient reinforce.advantage_estimator",
+    ),
+    "ppo": (
+        "Train a policy by PPO with a served critic.", PPORunConfig, "ppo.kl_coefficient ppo.critic_warmup_steps"
+    ),
+    "distill": (
+        "Distil a served teacher into a policy.", DistillRunConfig, "distill.global_batch_size teacher.url"
+    ),
+}  # fmt: skip
+"""Each actor's command: its summary, its settings, and the flags that `--help` shows besides those of all actors."""
 
 
-def _add_actor(commands: Any, name: str, summary: str, cls: type, run: Callable[[argparse.Namespace], int]) -> None:
-    parser = _add_command(commands, name, summary, run)
+def _add_actor(commands: Any, name: str, summary: str, cls: type[ActorConfig], first: str) -> None:
+    parser = _add_command(commands, name, summary, lambda args: _train(sources.read_actor_settings(args, cls)))
     parser.show_first(
         "policy.model", "policy.learning_rate", "data.prompts", "rollouts.rollouts_per_prompt",
-        "rollouts.max_new_tokens", "rollouts.temperature", "run.steps", "run.output_dir", *_OF_ALGORITHM[name],
+        "rollouts.max_new_tokens", "rollouts.temperature", "run.steps", "run.output_dir", *first.split(),
     )  # fmt: skip
     parser.usage = f"guerdon {name} CONFIG.yaml [--SECTION.SETTING VALUE ...]"
     parser.add_argument("CONFIG", metavar="CONFIG.yaml", help="YAML file with the settings.")
-    add_section_flags(parser, cls)
-
-
-def run_reinforce(args: argparse.Namespace) -> int:
-    """Trains a policy by REINFORCE; returns the exit status."""
-    return _train(read_actor_settings(args, ReinforceRunConfig))
-
-
-def run_ppo(args: argparse.Namespace) -> int:
-    """Trains a policy by PPO; returns the exit status."""
-    return _train(read_actor_settings(args, PPORunConfig))
-
-
-def run_distill(args: argparse.Namespace) -> int:
-    """Distils a teacher into a policy; returns the exit status."""
-    return _train(read_actor_settings(args, DistillRunConfig))
+    sources.add_section_flags(parser, cls)
 
 
 def _train(config: ActorConfig) -> int:
@@ -384,14 +310,9 @@ def _train(config: ActorConfig) -> int:
     if wants_ranks(config.parallel):
         return _launch(config.parallel, config.policy.device, functools.partial(_train, config), _ACTOR_MODULES)
     console.say(f"loading {describe_run(config)}")  # before torch is imported, which takes seconds
-    from guerdon.actor import distill, launch, ppo, reinforce
+    from guerdon.actor import launch
 
-    if isinstance(config, ReinforceRunConfig):
-        return launch.run(config, reinforce.train)
-    if isinstance(config, PPORunConfig):
-        return launch.run(config, ppo.train)
-    assert isinstance(config, DistillRunConfig)
-    return launch.run(config, distill.train)
+    return launch.run(config, import_module(f"guerdon.actor.{config.ALGORITHM}").train)
 
 
 # doctor, convert, completion
@@ -452,10 +373,8 @@ def run_convert(args: argparse.Namespace) -> None:
     parameters = f"{file.architecture}, {file.num_parameters / 1e6:,.0f} million parameters"
     console.say(f"converting {parameters}, {file.quantised_as or 'not quantised'} -> {args.dtype}")
     convert_gguf(file, Path(args.FOLDER), args.dtype)
-    if file.quantised_as:
-        console.say(f"wrote {args.FOLDER}: dequantised from {file.quantised_as}, not the original weights")
-    else:
-        console.say(f"wrote {args.FOLDER}")
+    lossy = f": dequantised from {file.quantised_as}, not the original weights" if file.quantised_as else ""
+    console.say(f"wrote {args.FOLDER}{lossy}")
 
 
 def _add_completion(commands: Any, whole: Parser) -> None:

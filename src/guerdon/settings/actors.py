@@ -80,14 +80,14 @@ class RolloutConfig:
         if self.top_k == 1:
             yield "top_k is 1", "all responses to a prompt would be the same: give another value"
         if self.min_new_tokens > self.max_new_tokens:
-            what = f"min_new_tokens is {self.min_new_tokens}, but max_new_tokens is {self.max_new_tokens}"
-            yield what, "lower the one or raise the other"
+            problem = f"min_new_tokens is {self.min_new_tokens}, but max_new_tokens is {self.max_new_tokens}"
+            yield problem, "lower the one or raise the other"
         if self.environment is not None and not self.stop:
-            what = f"environment is {self.environment}, but rollouts.stop has no text at which it is called"
-            yield what, "give the texts that end a call, such as </tool_call>"
+            problem = f"environment is {self.environment}, but rollouts.stop has no text at which it is called"
+            yield problem, "give the texts that end a call, such as </tool_call>"
         if self.environment is not None and self.engine == "vllm":
-            what = f"environment is {self.environment}, but rollouts.engine is vllm"
-            yield what, "set rollouts.engine to transformers"
+            problem = f"environment is {self.environment}, but rollouts.engine is vllm"
+            yield problem, "set rollouts.engine to transformers"
 
 
 @dataclass
@@ -145,11 +145,11 @@ class ReinforceConfig(AlgorithmConfig):
 
     def contradictions(self) -> Contradictions:
         if self.kl_placement == "loss" and self.kl_estimator == "k1" and self.kl_coefficient > 0:
-            what = "kl_placement is loss, in which the gradient of the estimator k1 is only noise"
-            yield what, "give reinforce.kl_estimator k2 or k3, or kl_placement reward"
+            problem = "kl_placement is loss, in which the gradient of the estimator k1 is only noise"
+            yield problem, "give reinforce.kl_estimator k2 or k3, or kl_placement reward"
         if self.kl_placement == "loss" and self.kl_reduction != "sum":
-            what = f"kl_reduction is {self.kl_reduction}, but has no effect, because kl_placement is loss"
-            yield what, "leave it out: reinforce.loss_aggregation also reduces the KL of the tokens"
+            problem = f"kl_reduction is {self.kl_reduction}, but has no effect, because kl_placement is loss"
+            yield problem, "leave it out: reinforce.loss_aggregation also reduces the KL of the tokens"
 
 
 @dataclass
@@ -170,8 +170,8 @@ class PPOConfig(AlgorithmConfig):
 
     def contradictions(self) -> Contradictions:
         if None not in (self.lam_alpha, self.lam_critic) and self.lam != PPOConfig.lam:
-            what = f"lam is {self.lam:g}, but has no effect beside ppo.lam_alpha and ppo.lam_critic"
-            yield what, "leave it out, or one of the other two"
+            problem = f"lam is {self.lam:g}, but has no effect beside ppo.lam_alpha and ppo.lam_critic"
+            yield problem, "leave it out, or one of the other two"
 
 
 @dataclass
@@ -272,11 +272,11 @@ class RemoteRewardConfig:
 
     def contradictions(self) -> Contradictions:
         if self.send != "tokens" and self.pad_to_length is not None:
-            what = f"pad_to_length is {self.pad_to_length}, but send is {self.send}"
-            yield what, "only tokens are padded: leave one of the two out"
+            problem = f"pad_to_length is {self.pad_to_length}, but send is {self.send}"
+            yield problem, "only tokens are padded: leave one of the two out"
         if self.send != "text" and self.suffix:
-            what = f"suffix is {self.suffix!r}, but send is {self.send}"
-            yield what, "leave it out, or send text: tokens include EOS, and the chat template ends messages"
+            problem = f"suffix is {self.suffix!r}, but send is {self.send}"
+            yield problem, "leave it out, or send text: tokens include EOS, and the chat template ends messages"
 
 
 @dataclass
@@ -318,8 +318,8 @@ class ActorConfig:
         algorithm = get_algorithm(self)[1]
         estimator = algorithm.advantage_estimator if isinstance(algorithm, ReinforceConfig) else "none"
         if estimator in ("rloo", "grpo", "dr_grpo") and self.rollouts.rollouts_per_prompt < 2:
-            what = f"rollouts.rollouts_per_prompt is 1, but {estimator} compares responses to the same prompt"
-            yield what, "give at least 2, or another reinforce.advantage_estimator"
+            problem = f"rollouts.rollouts_per_prompt is 1, but {estimator} compares responses to the same prompt"
+            yield problem, "give at least 2, or another reinforce.advantage_estimator"
         sources = {
             "policy.model": self.policy.model, "data.prompts": self.data.prompts,
             "data.validation": self.data.validation,
@@ -385,8 +385,8 @@ def check_actor(config: ActorConfig) -> None:
     are_within = [collect_mistakes(settings, f"{name}.", mistakes) for name, settings in others]
     if all(are_within):
         collect_mistakes(resolve_schedule(config), "policy.", mistakes)
-        for what, advice in config.contradictions():
-            mistakes.add(what, advice)
+        for problem, advice in config.contradictions():
+            mistakes.add(problem, advice)
     mistakes.raise_all()
 
 
@@ -399,8 +399,8 @@ def _find_keys(name: str, *urls: str | None) -> Contradictions:
     """Yields the URLs with credentials: a run saves its settings and sends them to trackers."""
     for url in urls:
         if url is not None and (shown := strip_credentials(url)) != url:
-            what = f"{name} has a key in {shown}, but a run saves and shows its settings"
-            yield what, "leave it out, and set GUERDON_API_KEY in the environment"
+            problem = f"{name} has a key in {shown}, but a run saves and shows its settings"
+            yield problem, "leave it out, and set GUERDON_API_KEY in the environment"
 
 
 def get_algorithm(config: ActorConfig) -> tuple[str, LossConfig]:

@@ -123,12 +123,15 @@ class ChatJudgeConfig:
             if name in (self.extra or {}):
                 yield f"extra has {name}", "leave it out there: guerdon sets it"
         if self.budget.cost is not None and None in (self.prompt_price, self.completion_price):
-            what = f"budget.cost is {self.budget.cost:g}, and a price is missing"
-            yield what, "give prompt_price and completion_price, for a million tokens"
+            problem = f"budget.cost is {self.budget.cost:g}, and a price is missing"
+            yield problem, "give prompt_price and completion_price, for a million tokens"
 
 
 def _check_url(url: str) -> Contradictions:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # of brackets that are no IPv6 address
+        parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         yield f"url is {url!r}", "give the base URL of a server, such as http://127.0.0.1:8000/v1"
     elif parts.username is not None or parts.password is not None:

@@ -247,7 +247,7 @@ ServedModelConfig = LoadedModelConfig | ChatJudgeConfig
 class CriticConfig(LearningConfig, EngineConfig):
     """One critic that trains, and the reward model that may answer beside it."""
 
-    model: str = setting("", "Local folder or hub id of a reward model or critic.", flag=False)
+    model: str = setting("", "Local folder or hub id of a reward model or a critic.", flag=False)
     name: str = setting("critic", "Clients ask for NAME_infer, NAME_train, NAME_save, ...")
     reward_model: str | None = setting(
         None, "Folder or hub id of a reward model; with it, NAME_infer also returns rewards."
@@ -311,11 +311,11 @@ class CriticConfig(LearningConfig, EngineConfig):
             try:
                 re.compile(pattern)
             except re.error as e:
-                what = f"{name} is {pattern!r}, which is no regular expression: {e}"
-                yield what, r"give one that matches whole names of weights, such as '.*\.self_attn\..*'"
+                problem = f"{name} is {pattern!r}, which is no regular expression: {e}"
+                yield problem, r"give one that matches whole names of weights, such as '.*\.self_attn\..*'"
             if self.lora is not None:
-                what = f"{name} is {pattern!r}, but lora is set, which trains adapters and the head alone"
-                yield what, "choose the adapted layers by lora_targets, or remove lora"
+                problem = f"{name} is {pattern!r}, but lora is set, which trains adapters and the head alone"
+                yield problem, "choose the adapted layers by lora_targets, or remove lora"
         for name in ("save_every", "keep_best"):
             if self.checkpoint_dir is None and (value := getattr(self, name)) is not None:
                 yield f"{name} is {value}, but there is no folder for checkpoints", "give checkpoint_dir"
@@ -354,8 +354,8 @@ class ComponentConfig:
             yield "normalize is given, but there is neither mean nor std", "give one or both"
         for name, value in given.items():
             if self.normalize != "given":
-                what = f"{name} is {value:g}, but normalize is {self.normalize}"
-                yield what, "write `normalize: given`, or leave it out"
+                problem = f"{name} is {value:g}, but normalize is {self.normalize}"
+                yield problem, "write `normalize: given`, or leave it out"
 
 
 @dataclass
@@ -461,7 +461,7 @@ class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig, DashboardConfig):
 def _check_names(settings: ServerConfig) -> Contradictions:
     names = [model.name for model in settings.models] + [reward.name for reward in settings.rewards]
     if settings.critic is not None:
-        names += [f"{settings.critic.name}_{what}" for what in ("infer", *Operation)]
+        names += [f"{settings.critic.name}_{suffix}" for suffix in ("infer", *Operation)]
     for name, count in Counter(names).items():
         if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
             yield f"{name!r} cannot be a model's name", "use ASCII letters, digits, underscores, points and hyphens"
@@ -476,8 +476,8 @@ def _check_sum(settings: RewardConfig, where: str, models: list[ServedModelConfi
     names = [component.model for component in settings.components]
     for i, component in enumerate(settings.components):
         if component.judge is not None:
-            what = f"{where}.components[{i}] has a model and a judge"
-            yield what, "leave out one, or list the judge under `models:`"
+            problem = f"{where}.components[{i}] has a model and a judge"
+            yield problem, "leave out one, or list the judge under `models:`"
         elif names[i] not in rewarding:
             is_teacher = any(model.name == names[i] for model in models)
             why = "gives no reward" if is_teacher else "is not in `models:`"

@@ -10,7 +10,10 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from guerdon.errors import ConfigError
 
@@ -31,7 +34,7 @@ def setting(
     at startup; the field is then None. A dataclass as the default makes a section of its settings.
     """
     metadata = {"help": help, "flag": flag, "auto": auto, "least": least, "most": most, "above": above}
-    if isinstance(default, list | type):
+    if isinstance(default, list | dict | type):
         factory = default if isinstance(default, type) else default.copy
         return dataclasses.field(metadata=metadata, default_factory=factory)
     return dataclasses.field(metadata=metadata, default=default)
@@ -55,8 +58,73 @@ def without_none(hint: Any) -> Any:
     return hint
 
 
+class Text(str):
+    """A scalar of a YAML file whose scalars are read as they are written: `yes` is not true there."""
+
+    __slots__ = ()
+
+
+class Located(dict[Any, Any]):
+    """A mapping of a YAML file; `places` has the file and line of each key."""
+
+    places: Mapping[Any, str] = {}
+
+
+class _Loader(yaml.SafeLoader):
+    path = ""
+
+
+class _TextLoader(yaml.BaseLoader):
+    path = ""
+
+
+def _construct_located(loader: Any, node: Any) -> Iterator[Located]:
+    data = Located()
+    yield data  # before its content, which may refer back to it by an anchor
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+            continue
+        if key.value in seen:  # YAML would silently keep the last
+            problem = f"{key.value} is given twice"
+            raise yaml.constructor.ConstructorError("in a mapping", node.start_mark, problem, key.start_mark)
+        seen.add(key.value)
+    data.update(loader.construct_mapping(node))
+    data.places = {
+        loader.construct_object(key): f"{loader.path}, line {key.start_mark.line + 1}" for key, _ in node.value
+    }
+
+
+def _construct_text(loader: Any, node: Any) -> Text:
+    return Text(loader.construct_scalar(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_located)
+_TextLoader.add_constructor("tag:yaml.org,2002:map", _construct_located)
+_TextLoader.add_constructor("tag:yaml.org,2002:str", _construct_text)
+
+
+def read_yaml(path: str | Path, kind: str = "", *, as_texts: bool = False) -> Any:
+    """Returns the parsed content of a YAML file; with `as_texts`, its scalars as they are written.
+
+    Raises ConfigError, which names the file's `kind`, if it is missing, malformed or has a key twice.
+    """
+    try:
+        cls: Any = _TextLoader if as_texts else _Loader
+        loader = cls(Path(path).read_text(encoding="utf-8"))
+        loader.path = str(path)
+        try:
+            return loader.get_single_data() or {}
+        finally:
+            loader.dispose()
+    except OSError as e:
+        raise ConfigError(f"cannot read {kind}{path}: {e.strerror}", "check its path") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path} is not valid YAML: {e}", "correct it at that line") from e
+
+
 class Mistakes:
-    """Collects what is wrong with settings, so that users see all of it at once."""
+    """Collects the problems of settings, so that users see all of them at once."""
 
     def __init__(self) -> None:
         self._found: list[tuple[str, str, str]] = []
@@ -64,9 +132,9 @@ class Mistakes:
     def __len__(self) -> int:
         return len(self._found)
 
-    def add(self, what: str, help: str, place: str = "", brief: str = "") -> None:  # noqa: A002 - as above
+    def add(self, problem: str, help: str, place: str = "", brief: str = "") -> None:  # noqa: A002 - as above
         """Adds a mistake; `place` is its file and line, `brief` replaces its help if there are several mistakes."""
-        self._found.append((f"{place}: {what}" if place else what, help, brief or help))
+        self._found.append((f"{place}: {problem}" if place else problem, help, brief or help))
 
     @contextmanager
     def collected(self, place: str = "") -> Iterator[None]:
@@ -82,13 +150,13 @@ class Mistakes:
             raise ConfigError(*self._found[0][:2])
         if self._found:
             together = ConfigError(f"{len(self._found)} settings are wrong", "correct each of those above")
-            for what, _, brief in self._found:
-                together.add_note(f"{what}; {brief}")
+            for problem, _, brief in self._found:
+                together.add_note(f"{problem}; {brief}")
             raise together
 
 
 Contradictions = Iterator[tuple[str, str]]
-"""What is wrong with settings that are each within their bounds, without the path of their section; and what to do."""
+"""Problems of settings that are each within their bounds, without the path of their section, each with advice."""
 
 
 def caught(check: Callable[..., object], *given: Any) -> Contradictions:
@@ -113,8 +181,8 @@ def from_mapping(cls: type, data: Any, where: str = "") -> Any:
 
 def _build(cls: type, data: Any, where: str, mistakes: Mistakes, place: str) -> Any:
     if not isinstance(data, dict):
-        what = f"{where or 'the file'} must be a mapping, not {type(data).__name__}"
-        mistakes.add(what, "write `key: value` lines", place)
+        problem = f"{where or 'the file'} must be a mapping, not {type(data).__name__}"
+        mistakes.add(problem, "write `key: value` lines", place)
         return None
     hints, known = typing.get_type_hints(cls), {field.name: field.metadata for field in dataclasses.fields(cls)}
     values = {}
@@ -138,12 +206,15 @@ def _convert(hint: Any, value: Any, where: str, mistakes: Mistakes, place: str) 
     """Returns the value as one of the type `hint`; adds the mistakes in sections, raises those in other values."""
     if kinds := kinds_of(hint):
         kind = value.get("kind", next(iter(kinds))) if isinstance(value, dict) else next(iter(kinds))
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             raise ConfigError(f"{where}.kind is {kind!r}", f"choose one of {', '.join(kinds)}")
         hint = kinds[kind]
     inner = without_none(hint)
     if value is None and inner is not hint:
         return None
+    if isinstance(value, Text):
+        is_number = inner is float and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,2})?", value)
+        value = float(value) if is_number else str(value)
     if dataclasses.is_dataclass(inner):
         return _build(typing.cast(type, inner), value, where, mistakes, place)
     if typing.get_origin(inner) is list:
@@ -182,15 +253,15 @@ def _convert_mapping(item: Any, value: Any, where: str, mistakes: Mistakes, plac
 
 
 def check_choice(hint: Any, value: Any, where: str) -> None:
-    """Raises ConfigError if the value is none of those that the Literal `hint` lists."""
+    """Raises ConfigError if the Literal `hint` does not list the value."""
     choices = typing.get_args(hint)
     if value not in choices:
         raise ConfigError(f"{where} is {value!r}", f"choose one of {', '.join(map(str, choices))}")
 
 
 def check_bounds(value: Any, bounds: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for a number, or a number in a list, that is not finite or out of its setting's bounds."""
-    numbers = value if isinstance(value, list) else [value]
+    """Raises ConfigError for a number, perhaps in a list or mapping, that is not finite, or out of its bounds."""
+    numbers = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
     if not all(math.isfinite(x) for x in numbers if isinstance(x, float)):
         raise ConfigError(f"{where} is {value}", "give a finite number")
     least, most, above = bounds["least"], bounds["most"], bounds["above"]
@@ -212,8 +283,8 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
 def check_settings(settings: Any, where: str = "") -> None:
     """Raises ConfigError for every setting of the dataclass that is out of its bounds or contradicts another.
 
-    `where` is the path of the section that holds the settings, with a trailing point. A class says what may contradict
-    each other in its own fields by a method `contradictions`.
+    `where` is the path of the section that holds the settings, with a trailing point. A class finds
+    contradictions between its fields by a method `contradictions`.
     """
     mistakes = Mistakes()
     collect_mistakes(settings, where, mistakes)
@@ -221,7 +292,7 @@ def check_settings(settings: Any, where: str = "") -> None:
 
 
 def collect_mistakes(settings: Any, where: str, mistakes: Mistakes) -> bool:
-    """Adds what `check_settings` would raise; returns whether all values are within their bounds."""
+    """Adds the problems that `check_settings` raises; returns whether all values are within their bounds."""
     hints, num_own, are_sections_fine = typing.get_type_hints(type(settings)), 0, True
     for field in dataclasses.fields(settings):
         value, path = getattr(settings, field.name), where + field.name
@@ -239,6 +310,6 @@ def collect_mistakes(settings: Any, where: str, mistakes: Mistakes) -> bool:
         return False
     for cls in reversed(type(settings).__mro__):
         if "contradictions" in vars(cls):
-            for what, advice in vars(cls)["contradictions"](settings):
-                mistakes.add(where + what, advice)
+            for problem, advice in vars(cls)["contradictions"](settings):
+                mistakes.add(where + problem, advice)
     return are_sections_fine

@@ -7,10 +7,7 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from guerdon.errors import ConfigError
 from guerdon.settings.chat_judges import ChatJudgeConfig
@@ -22,7 +19,7 @@ from guerdon.settings.config import (
     ServerConfig,
     TeacherConfig,
 )
-from guerdon.settings.fields import check_settings, default_of, from_mapping, without_none
+from guerdon.settings.fields import check_settings, default_of, from_mapping, read_yaml, without_none
 
 CRITIC_PORTS = {"port": 5556, "grpc_port": 5558}
 """Default ports of `serve-critic`, so that it can run beside a reward model's server."""
@@ -57,56 +54,6 @@ GROUPS = {
     "page, logs and traces": "dashboard dashboard_samples log_level log_format traces",
 }
 """The groups of a server's settings in `--help-all` and docs/config/, each with its settings in order."""
-
-
-class Located(dict[Any, Any]):
-    """A mapping of a YAML file; `places` has the file and line of each key."""
-
-    places: Mapping[Any, str] = {}
-
-
-class _Loader(yaml.SafeLoader):
-    path = ""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Raises ConstructorError for a duplicate key, of which YAML would silently keep the last."""
-        seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                continue
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    "in a mapping", node.start_mark, f"{key.value} is given twice", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def _construct_located(loader: _Loader, node: Any) -> Iterator[Located]:
-    data = Located()
-    yield data  # before its content, which may refer back to it by an anchor
-    data.update(loader.construct_mapping(node))
-    data.places = {
-        loader.construct_object(key): f"{loader.path}, line {key.start_mark.line + 1}" for key, _ in node.value
-    }
-
-
-_Loader.add_constructor("tag:yaml.org,2002:map", _construct_located)
-
-
-def read_yaml(path: str | Path) -> Any:
-    """Returns the parsed content of a YAML file; raises ConfigError if it is missing, malformed or has a key twice."""
-    try:
-        loader = _Loader(Path(path).read_text(encoding="utf-8"))
-        loader.path = str(path)
-        try:
-            return loader.get_single_data() or {}
-        finally:
-            loader.dispose()
-    except OSError as e:
-        raise ConfigError(f"cannot read {path}: {e.strerror}", "check its path") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{path} is not valid YAML: {e}", "correct it at that line") from e
 
 
 def grouped_fields(*classes: type) -> Iterator[tuple[str, list[tuple[dataclasses.Field[Any], Any]]]]:
@@ -173,26 +120,24 @@ def _add_flag(
     names = [flag, "--" + field.name.replace("_", "-")] if has_short else [flag]
     text = field.metadata["help"].replace("%", "%%")
     options: dict[str, Any] = {"dest": path, "default": argparse.SUPPRESS}
-    if hint is bool:
-        group.add_argument(*names, help=text, action=argparse.BooleanOptionalAction, **options)
-        return
     is_list, is_auto = typing.get_origin(hint) is list, field.metadata["auto"]
-    if hint == list[str]:
-        text += " Repeat it for several."
-    elif is_list and default is None:
-        text += f" Write 0.7,0.3, and with a leading minus {flag}=-0.5,1."
-    if default not in (None, [], "") or is_auto:
-        text += f" (default: {'auto' if is_auto else ','.join(map(str, default)) if is_list else default})"
-    if typing.get_origin(hint) is Literal:
-        group.add_argument(*names, help=text, choices=typing.get_args(hint), **options)
+    if hint is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    elif typing.get_origin(hint) is Literal:
+        options["choices"] = typing.get_args(hint)
     elif hint == list[str]:
-        group.add_argument(*names, help=text, action="append", metavar="TEXT", **options)
+        options |= {"action": "append", "metavar": "TEXT"}
+        text += " Repeat it for several."
     elif is_list:
-        group.add_argument(*names, help=text, type=_parse_numbers, metavar="X,Y", **options)
+        options |= {"type": _parse_numbers, "metavar": "X,Y"}
+        if default is None:
+            text += f" Write 0.7,0.3, and with a leading minus {flag}=-0.5,1."
     else:
-        kind = functools.partial(_parse_number_or_auto, hint) if is_auto else hint
-        metavar = {int: "N", float: "X", str: "TEXT"}[hint]
-        group.add_argument(*names, help=text, type=kind, metavar=metavar, **options)
+        options["type"] = functools.partial(_parse_number_or_auto, hint) if is_auto else hint
+        options["metavar"] = {int: "N", float: "X", str: "TEXT"}[hint]
+    if hint is not bool and (default not in (None, [], "") or is_auto):
+        text += f" (default: {'auto' if is_auto else ','.join(map(str, default)) if is_list else default})"
+    group.add_argument(*names, help=text, **options)
 
 
 def _parse_number_or_auto(kind: type, text: str) -> Any:
@@ -235,50 +180,40 @@ def read_server_settings(args: argparse.Namespace, cls: type[ServedModelConfig] 
     """
     config = _read_server(args, {})
     flags = given_flags(args, cls)
+    flag = f"--{next(iter(flags), '').replace('_', '-')}"
     if args.MODEL is not None:
         if config.models:
-            raise ConfigError(
-                f"MODEL is given as {args.MODEL}, and {args.config} has models too", "name the models in one place"
-            )
+            problem = f"MODEL is given as {args.MODEL}, and {args.config} has models too"
+            raise ConfigError(problem, "name the models in one place")
         config.models = [cls(model=args.MODEL, **flags)]
     elif len(config.models) == 1:
         only = config.models[0]
         if flags and not isinstance(only, cls):
             command = f", or use {_COMMANDS[type(only)]} --config {args.config}" if type(only) in _COMMANDS else ""
-            raise ConfigError(
-                f"{_name_first(flags)} is given, but the model of {args.config} is a {only.kind}",
-                f"set it in the file{command}",
-            )
+            problem = f"{flag} is given, but the model of {args.config} is a {only.kind}"
+            raise ConfigError(problem, f"set it in the file{command}")
         config.models = [dataclasses.replace(only, **flags)]
     elif flags and config.models:
-        raise ConfigError(
-            f"{_name_first(flags)} is given, but {args.config} has several models", "set it in the file, for each model"
-        )
+        problem = f"{flag} is given, but {args.config} has several models"
+        raise ConfigError(problem, "set it in the file, for each model")
     elif flags and config.critic is not None:
-        raise ConfigError(
-            f"{_name_first(flags)} is given, but {args.config} has no reward model, only a critic",
-            f"guerdon serve-critic --config {args.config} takes flags for the critic",
-        )
+        problem = f"{flag} is given, but {args.config} has no reward model, only a critic"
+        raise ConfigError(problem, f"guerdon serve-critic --config {args.config} takes flags for the critic")
     return _check_models(config)
 
 
 def read_critic_settings(args: argparse.Namespace) -> ServerConfig:
     """Returns the settings of `serve-critic`, as `read_server_settings`; its other flags are the critic's."""
     config = _read_server(args, CRITIC_PORTS)
-    flags = given_flags(args, CriticConfig)
     critic = config.critic or CriticConfig()
-    if args.MODEL is not None:
-        if critic.model and critic.model != args.MODEL:
-            raise ConfigError(
-                f"MODEL is given as {args.MODEL}, and {args.config} has {critic.model}", "name the model in one place"
-            )
-        flags["model"] = args.MODEL
-    config.critic = dataclasses.replace(critic, **flags)
-    if not config.critic.model:
-        raise ConfigError(
-            "no model to make a critic of",
-            "name one: guerdon serve-critic MODEL, or `critic: {model: ...}` in the YAML file",
-        )
+    model = args.MODEL or critic.model
+    if critic.model not in ("", model):
+        problem = f"MODEL is given as {args.MODEL}, and {args.config} has {critic.model}"
+        raise ConfigError(problem, "name the model in one place")
+    if not model:
+        remedy = "name one: guerdon serve-critic MODEL, or `critic: {model: ...}` in the YAML file"
+        raise ConfigError("no model to make a critic of", remedy)
+    config.critic = dataclasses.replace(critic, model=model, **given_flags(args, CriticConfig))
     return _check_models(config)
 
 
@@ -288,27 +223,18 @@ def _read_server(args: argparse.Namespace, defaults: dict[str, Any]) -> ServerCo
     config = typing.cast(ServerConfig, from_mapping(ServerConfig, settings))
     config = dataclasses.replace(config, **({k: v for k, v in defaults.items() if k not in settings} | flags))
     if "grpc_port" not in {*settings, *flags}:
-        config.grpc_port = _grpc_port_beside(config.port)
+        beside = config.port + _GRPC_OFFSET if config.port + _GRPC_OFFSET <= 65_535 else config.port - _GRPC_OFFSET
+        config.grpc_port = beside if config.port else 0  # any free port, as for HTTP
     return config
-
-
-def _grpc_port_beside(port: int) -> int:
-    if port == 0:  # any free port, as for HTTP
-        return 0
-    return port + _GRPC_OFFSET if port + _GRPC_OFFSET <= 65_535 else port - _GRPC_OFFSET
 
 
 def _check_models(config: ServerConfig) -> ServerConfig:
     for i, model in enumerate(config.models):
-        if not model.model and isinstance(model, ChatJudgeConfig):
-            raise ConfigError(f"models[{i}] names no model", "add `model:` with the model's name at the url")
         if not model.model:
-            raise ConfigError(f"models[{i}] names no model", "add `model:` with a folder, a hub id or module:function")
+            is_chat = isinstance(model, ChatJudgeConfig)
+            remedy = "the model's name at the url" if is_chat else "a folder, a hub id or module:function"
+            raise ConfigError(f"models[{i}] names no model", f"add `model:` with {remedy}")
     if config.critic is not None and not config.critic.model:
         raise ConfigError("the critic names no model", "add `model:` with a folder or a hub id under `critic:`")
     check_settings(config)
     return config
-
-
-def _name_first(flags: dict[str, Any]) -> str:
-    return "--" + next(iter(flags)).replace("_", "-")
