@@ -96,8 +96,12 @@ def from_json(cls: type[Noun], text: bytes) -> Noun:
 
     Unknown keys are ignored, and fields with a default may be missing: the other side may be newer or older.
     """
+    found = orjson.loads(text)
+    if isinstance(found, dict):
+        for field in _ESTIMATES:  # null in a report that the server has kept
+            found.pop(field.at, None)
     try:
-        return msgspec.convert(_with_nan(orjson.loads(text)), cls)
+        return msgspec.convert(_with_nan(found), cls)
     except msgspec.ValidationError as e:
         raise ValueError(f"not a {cls.__name__}: {e}: {text[:200]!r}") from e
 
