@@ -19,7 +19,7 @@ def plain(folder: Path, rows: list[np.ndarray]) -> list[torch.Tensor]:
 
 def check(answer: TokenLogprobs, logits: torch.Tensor, s: Sequence) -> None:
     """Asserts that all that was asked for equals what the plain logits give."""
-    query = s.query or LogprobQuery()
+    query = s.ask or LogprobQuery()
     first = query.first(s.prompt_length)
     table = torch.log_softmax(logits / query.temperature, -1).numpy()
     asked, targets = table[first - 1 : -1], s.tokens[first:]

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from guerdon import comparisons
-from guerdon.comparisons import PRIOR, PlanOfPairs, bradley_terry, combine_orders, count_pairs, log_odds, make_pairs
 from guerdon.core import Score
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.judge_core import Comparing, Criterion, GroupScores, Judgement, Pair, Rubric, Sample, Schedule, Verdict
+from guerdon.kinds import compare as comparisons
+from guerdon.kinds.compare import PRIOR, PlanOfPairs, bradley_terry, combine_orders, count_pairs, log_odds, make_pairs
 
 CRITERIA = (Criterion("one", "1?", 2.0), Criterion("two", "2?", -0.5))
 STRENGTHS = {"a": 1.5, "b": 0.2, "c": -0.4, "d": -2.0, "e": 0.7}

@@ -26,6 +26,7 @@ from guerdon.core import ScoreRequest
 from guerdon.critic_core import TrainRequest
 from guerdon.engine.engine import Engine
 from guerdon.errors import ConfigError, Exit, InvalidRequest, Offloaded, StartError
+from guerdon.kinds.reward import RewardKind
 from guerdon.server.runtime import RunningServer
 from guerdon.server.service import Service
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
@@ -256,9 +257,9 @@ def test_the_reward_model_has_settings_of_its_own(folder: Path, tmp_path: Path) 
 
 def test_a_revision_is_of_one_of_the_two(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    plain = assembly.build_scorer
+    plain = RewardKind.load
     monkeypatch.setattr(
-        assembly, "build_scorer", lambda config, ranks: (asked.append(config.revision), plain(config, ranks))[1]
+        RewardKind, "load", lambda kind, config, ranks: (asked.append(config.revision), plain(kind, config, ranks))[1]
     )
     paths = {"model": str(folder / "model"), "reward_model": str(folder / "reward")}
     assembly.build_trainer(CriticConfig(**paths, revision="a"))

@@ -18,8 +18,8 @@ import zoo
 from guerdon.adapters.trl import reward_function as RewardFunction
 from guerdon.cli.doctor import examine_server
 from guerdon.client import RewardClient, Scores
-from guerdon.comparisons import bradley_terry, make_pairs
 from guerdon.errors import GuerdonError
+from guerdon.kinds.compare import bradley_terry, make_pairs
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.access import KEYS_VARIABLE
 from guerdon.settings.config import ComponentConfig, JudgeConfig, RewardConfig

@@ -22,8 +22,8 @@ from guerdon.assembly import build_service
 from guerdon.core import Score, ScoreRequest, Sequence
 from guerdon.engine.heads import rebuild
 from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
+from guerdon.kinds.kind import GivesHead
 from guerdon.server import reading
-from guerdon.server.catalog import Teacher
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
 from guerdon.settings.fields import check_settings, from_mapping
@@ -118,7 +118,7 @@ def test_answers_over_the_wire_equal_transformers(name: str, server: RunningServ
         arrays = {**padded(ROWS), "prompt_lengths": np.array(PROMPTS), "target_ids": GIVEN}
         got = ask(url, name, arrays, OUTPUTS, top_k=5, temperature=temperature)
         for answer, table, row, prompt in zip(answers(got), logits, ROWS, PROMPTS, strict=True):
-            check(answer, table, Sequence(row, prompt_length=prompt, query=query))
+            check(answer, table, Sequence(row, prompt_length=prompt, ask=query))
 
 
 def test_without_outputs_it_gives_what_the_parameters_ask_for(server: RunningServer) -> None:
@@ -148,7 +148,7 @@ def test_ids_may_differ_by_position(server: RunningServer, folder: Path) -> None
     for i, (row, prompt, logits) in enumerate(zip(ROWS, PROMPTS, plain(folder / "llama", ROWS), strict=True)):
         n = len(row) - prompt
         answer = TokenLogprobs(logprobs=got["logprobs"][i, :n], given_logprobs=got["target_logprobs"][i, :n])
-        check(answer, logits, Sequence(row, prompt_length=prompt, query=LogprobQuery(given=given[i])))
+        check(answer, logits, Sequence(row, prompt_length=prompt, ask=LogprobQuery(given=given[i])))
 
 
 def test_bfloat16_hidden_states_are_the_models_own_bits(server: RunningServer) -> None:
@@ -369,16 +369,16 @@ async def test_another_checkpoint_takes_its_place_with_a_head_of_its_own(tmp_pat
     models: list[Any] = [TeacherConfig(model=str(tmp_path / "old"))]
     service = build_service(ServerConfig(models=models, model_repository=str(tmp_path)))
     service.start()
-    request = ScoreRequest(tokens=ROWS, queries=[LogprobQuery()] * len(ROWS))
+    request = ScoreRequest(tokens=ROWS, asks=[LogprobQuery()] * len(ROWS))
     try:
         versions, digests = [], []
         for name in ("old", "new"):
             reply = await service.score("teacher", request)
             for result, logits, row in zip(reply.results, plain(tmp_path / name, ROWS), ROWS, strict=True):
-                assert isinstance(result, Score) and result.logprobs is not None
-                check(result.logprobs, logits, Sequence(row))
+                assert isinstance(result, Score) and result.answer is not None
+                check(result.answer, logits, Sequence(row))
             served_now = service.catalog.entry("teacher").loaded()
-            assert isinstance(served_now, Teacher)
+            assert isinstance(served_now, GivesHead)
             file = served_now.head_file()
             versions.append(reply.weights_version)
             digests.append(file.digest)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -10,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,24 +21,20 @@ from guerdon.distributed.pulse import EXIT_STATUS, Pulse
 from guerdon.distributed.ranks import ALONE, Ranks, is_agreed, start
 from guerdon.distributed.stopping import asking
 from guerdon.engine.host import divide_cores, end_pool
-from guerdon.errors import ConfigError, Exit, GuerdonError, RanksLost, ServerFault, StartError, describe
+from guerdon.errors import ConfigError, Exit, GuerdonError, RanksLost, ServerFault, describe
+from guerdon.kinds import all_kinds
+from guerdon.kinds.critic import infer_config
 from guerdon.server import runtime
 from guerdon.server.auth import Access
 from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.batching.loops import by_device
-from guerdon.server.chat_judge.asking import ChatJudge
 from guerdon.server.critic.controller import Critic
 from guerdon.server.service import Service
-from guerdon.settings.chat_judges import ChatJudgeConfig
 from guerdon.settings.config import (
     CriticConfig,
-    EngineConfig,
-    JudgeConfig,
-    ModelConfig,
     ServedModelConfig,
     ServerConfig,
-    TeacherConfig,
 )
 from guerdon.settings.fields import check_settings
 
@@ -53,80 +48,13 @@ _LAST_WORDS_S = 5.0
 
 
 def build_scorer(config: ServedModelConfig, ranks: Ranks = ALONE) -> Any:
-    """Builds the scorer of one configured model: a checkpoint's engine, or the user's function `module:function`."""
-    if isinstance(config, TeacherConfig):
-        from guerdon.engine.checkpoint.language_models import load_policy
-        from guerdon.engine.teacher import TeacherEngine
-
-        return TeacherEngine(load_policy(config, ranks=ranks.frozen()))
-    if isinstance(config, ChatJudgeConfig):
-        return ChatJudge(config)
-    if isinstance(config, JudgeConfig):
-        from guerdon.engine.judging import build_judge
-
-        return build_judge(config, ranks.frozen())
-    if ":" in config.model and not Path(config.model).exists():
-        if config.isolate:
-            from guerdon.engine.isolation.isolated import IsolatedScorer
-
-            return IsolatedScorer(config, ranks)
-        from guerdon.engine.functions import FunctionScorer
-
-        return FunctionScorer(config)
-    if config.isolate:
-        raise ConfigError(
-            f"isolate is on, but {config.model} is a checkpoint, which cannot be isolated", "leave it out there"
-        )
-    from guerdon.engine.checkpoint.reward_models import load_reward_model
-    from guerdon.engine.engine import Engine
-
-    return Engine(load_reward_model(config, ranks=ranks))
+    """Builds the scorer of one configured model, as its kind says."""
+    return all_kinds.of_settings(config).load(config, ranks)
 
 
 def build_trainer(config: CriticConfig, ranks: Ranks = ALONE) -> Any:
-    """Builds the critic that learns, together with a reward model if the config names one.
-
-    Raises StartError if the settings contradict each other, or if memory does not suffice.
-    """
-    from guerdon.engine.checkpoint.reward_models import load_critic
-    from guerdon.training.combined import CriticWithReward
-    from guerdon.training.critic_trainer import CriticTrainer
-    from guerdon.training.optimiser import check_layout, moment_bytes
-
-    check_settings(config)
-    check_layout(config, ranks)
-    with ranks.raise_on_all_ranks(), _needing_memory(config):
-        # The memory of partial training is known only after loading.
-        moments = moment_bytes(config) if config.trains_all else None
-        loaded = load_critic(_infer_config(config), moment_bytes=moments, ranks=ranks)
-        trainer = CriticTrainer(loaded, config, ranks)
-    if config.reward_model is None:
-        return trainer
-    reward_model = dataclasses.replace(
-        _infer_config(config),
-        model=config.reward_model,
-        revision=config.reward_revision,
-        base=None,
-        attribute_weights=config.reward_attribute_weights,
-        pooling=config.reward_pooling,
-        mean=config.reward_mean,
-        std=config.reward_std,
-    )
-    with _needing_memory(config):
-        return CriticWithReward(trainer, lambda: build_scorer(reward_model, ranks), config.reward_model_memory, ranks)
-
-
-@contextlib.contextmanager
-def _needing_memory(config: CriticConfig) -> Iterator[None]:
-    """Turns a lack of device memory within the context into a StartError."""
-    import torch
-
-    from guerdon.engine.checkpoint.placement import SMALLER_TRAINING
-
-    try:
-        yield
-    except torch.OutOfMemoryError as e:
-        raise StartError(f"{config.model} leaves no memory to train it: {e}", SMALLER_TRAINING) from e
+    """Builds the critic that learns, together with a reward model if the config names one."""
+    return all_kinds.of_settings(config).load(config, ranks)
 
 
 @dataclass(frozen=True)
@@ -320,7 +248,7 @@ def _load(config: ServerConfig, parts: Parts, ranks: Ranks) -> _Models:
         return _Models(served)
     with ranks.raise_on_all_ranks():
         learner = parts.trainer(config.critic, ranks)
-    return _Models([*served, (_infer_config(config.critic), learner)], learner)
+    return _Models([*served, (infer_config(config.critic), learner)], learner)
 
 
 class _Stopped(BaseException):
@@ -352,7 +280,9 @@ def _service(
 
     Raises _Stopped if `stop` is set before a durable critic is restored.
     """
-    loaded = [(model, served.info) for model, served in models.served if not isinstance(model, ChatJudgeConfig)]
+    loaded: Any = [
+        (model, served.info) for model, served in models.served if not all_kinds.of_settings(model).is_remote
+    ]
     num_on_cpu = sum(place.startswith("cpu:") for place in by_device(loaded))
     if ranks.size == 1 and num_on_cpu > 1:
         divide_cores(num_on_cpu)  # before a critic's journal is replayed: the same threads give the same weights
@@ -379,9 +309,3 @@ def _service(
 
         group.on_done = on_done
     return service
-
-
-def _infer_config(config: CriticConfig) -> ModelConfig:
-    """Returns the config of the critic as a model that answers score requests."""
-    engine = {field.name: getattr(config, field.name) for field in dataclasses.fields(EngineConfig)}
-    return ModelConfig(**engine, model=config.model, name=f"{config.name}_infer")

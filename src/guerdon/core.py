@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from guerdon.critic_core import TrainRequest
     from guerdon.errors import GuerdonError
-    from guerdon.teacher_core import Decodes, LogprobQuery, TokenLogprobs
+    from guerdon.vocabulary import Decodes
 
 Message = dict[str, Any]
 """One chat message: a dict with `role` and `content`."""
@@ -58,7 +57,8 @@ class Sequence:
     share a prompt; `prompt_length` counts the prompt's tokens. `steps` are the positions (int64 `[K]`, each below T)
     whose values are wanted as step rewards. A scorer of values may leave out the reward unless `wants_reward`.
     `prompt` and `label` come from the sender, for a user's function. If `is_response`, the text is a response without
-    its prompt. `width` is the length of the padded row that the tokens were sent in. `query` is for a teacher. In
+    its prompt. `width` is the length of the padded row that the tokens were sent in. `ask` is what the model's kind
+    asks besides; the queue reads its `answer_bytes` and `array_bytes`, which count in a batch and in an answer. In
     a pair the tokens from `second_start` on have token type 1; None if all have type 0.
     """
 
@@ -72,7 +72,7 @@ class Sequence:
     label: Any = None
     is_response: bool = False
     width: int | None = None
-    query: LogprobQuery | None = None
+    ask: Any = None
     second_start: int | None = None
 
     def step_ends(self, separator_ids: tuple[int, ...]) -> np.ndarray:
@@ -91,16 +91,17 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Score:
-    """The result for one sequence: `reward` is the scalar, NaN from a teacher.
+    """The result for one sequence: `reward` is the scalar, NaN if the model gives none.
 
-    `attributes` are float32 `[A]`, `values` float32 `[T]`, `steps` float32 `[K]`, `logprobs` a teacher's answer.
+    `attributes` are float32 `[A]`, `values` float32 `[T]`, `steps` float32 `[K]`. `answer` is to the `ask`, of the
+    kind's own type; its `numbers()` are what two computations of it must agree on.
     """
 
     reward: float
     attributes: np.ndarray | None = None
     values: np.ndarray | None = None
     steps: np.ndarray | None = None
-    logprobs: TokenLogprobs | None = None
+    answer: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +116,10 @@ class Truncation:
 class ScoreRequest:
     """One client's request to one model: exactly one of `texts`, `messages` and `tokens`, with one entry per sample.
 
-    `groups` and `prompt_lengths` are hints for sharing, `steps` the positions of step rewards, `queries` a teacher's
-    queries; each has one entry per sample. `timeout_s` counts from arrival. Requests of higher `priority` go first.
-    `wants_rewards` is False if the rewards are not needed. Clients pad `tokens` to `pad_to_length` instead of to the
-    longest of them.
+    `groups` and `prompt_lengths` are hints for sharing, `steps` the positions of step rewards, `asks` what the
+    model's kind asks besides; each has one entry per sample. `timeout_s` counts from arrival. Requests of higher
+    `priority` go first. `wants_rewards` is False if nobody reads the rewards. Clients pad `tokens` to
+    `pad_to_length` instead of to the longest of them.
 
     `prompts` and `labels` (any JSON value) are for functions that have such parameters. `splits` are the characters at
     which texts divide into pairs, None for a text that is none; to a model that `reads_pairs` a text with a prompt is a
@@ -145,8 +146,10 @@ class ScoreRequest:
     completes: bool = False
     truncation: Truncation | None = None
     width: int | None = None
-    queries: list[LogprobQuery] | None = None
+    asks: list[Any] | None = None
     is_whole: bool = False
+    is_checked: ClassVar[bool] = False
+    """Whether the form that made the request has checked that the model reads such samples."""
 
     def __len__(self) -> int:
         return len(self.texts or self.messages or self.tokens or ())
@@ -182,17 +185,18 @@ class Scored:
 class Command:
     """A command to the worker of every rank: operation, model and arguments.
 
-    `first_steps` limits a TRAIN to so many global batches; `folder` is where SAVE writes and LOAD reads. LOAD of a
-    scorer loads it beside the one that serves, and SWITCH swaps the two; UNLOAD removes the one that serves, RELEASE
-    drops the one beside it and frees memory. `lineage` is a new number if a client returns to a checkpoint, so that
-    versions never repeat; None continues the saved lineage, as after a restart. A `plain` FORWARD uses the plain
-    forward, and LEAVE_PATH makes it the only one; `why` is the error of the other path.
+    `ask` is what a TRAIN, VALIDATE or ESTIMATE works on. `first_steps` limits a TRAIN to so many global batches;
+    `folder` is where SAVE writes and LOAD reads. LOAD of a scorer loads it beside the one that serves, and SWITCH
+    swaps the two; UNLOAD removes the one that serves, RELEASE drops the one beside it and frees memory. `lineage`
+    is a new number if a client returns to a checkpoint, so that what is learnt from there gets versions of its own;
+    None continues the saved lineage, as a restart does. A `plain` FORWARD uses the plain forward, and LEAVE_PATH
+    makes it the only one; `why` is the error of the other path.
     """
 
     signal: Signal
     model: str = ""
     sequences: list[Sequence] = field(default_factory=list)
-    train: TrainRequest | None = None
+    ask: Any = None
     first_steps: int | None = None
     folder: str = ""
     lineage: int | None = None
@@ -207,15 +211,17 @@ class ModelInfo:
     `outputs` names what it returns, from `rewards`, `attributes`, `values`, `step_rewards`, `logprobs`;
     `attribute_names` are the columns of `attributes`, empty if unknown; if the reward is their weighted sum,
     `attribute_weights` are the weights. Without `merges_attributes` the tensor `rewards` has a column for each
-    attribute. `max_length` and `vocab_size` bound accepted tokens, None if unbounded. `takes_prompts` and
+    attribute. `max_length` and `vocab_size` bound what is accepted, None if unbounded. `takes_prompts` and
     `takes_labels` say that a user's function has such parameters; prompts also begin a teacher's texts. It gives at
-    most the `max_top_k` likeliest ids, and hidden states of `hidden_size` numbers. `path` is the form of its forward,
-    such as `packed+shared`, and `why` the reason. `source` is the folder, hub id or function that it was loaded from.
-    `pooling` names the token that the reward is read from. `step_rule` describes where steps end, and the reduction of
-    their rewards; `step_separator_ids` end a step by default. `vocabulary` is a digest of the tokenizer's tokens and
-    their ids, `tokenizer` identifies their meaning (see `vocabulary.identity`), `ending` its chat template's form of an
-    answer (see `endings.Ending`). All of these texts are empty if there is no such thing. An encoder `reads_pairs`,
-    with special tokens where its tokenizer's template for pairs has them. `proofs` are the start's lines.
+    most the `max_top_k` likeliest ids, and hidden states of `hidden_size` numbers. `path` tells how it runs, such
+    as `packed+shared`, and `why` the reason. `source` is the folder, hub id or function that it was loaded from.
+    `pooling` names the token that the reward is read from. `step_rule` tells where steps end, and how their rewards
+    make the reward; `step_separator_ids` end a step if the request names none. `vocabulary` is a digest of the
+    tokenizer's tokens and their ids, `tokenizer` tells what ids mean to it (see `vocabulary.identity`), `ending`
+    how its chat template writes an answer (see `endings.Ending`). All of these texts are empty if there is no such
+    thing. An encoder `reads_pairs`, with special tokens where its tokenizer's template for pairs has them. `proofs`
+    are the start's lines. Functions, sums and models of other servers are not `is_checkpoint`. If it
+    `has_components`, the attributes are what the reward is made of, as a sum's and a judge's.
     """
 
     name: str
@@ -248,6 +254,8 @@ class ModelInfo:
     hidden_size: int = 0
     proofs: tuple[str, ...] = ()
     reads_pairs: bool = False
+    is_checkpoint: bool = True
+    has_components: bool = False
 
     def names_of(self, num_attributes: int) -> tuple[str, ...]:
         """Returns the attributes' names: LABEL_0, LABEL_1, ... if the model names none, as a user's function."""

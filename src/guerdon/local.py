@@ -18,7 +18,7 @@ from guerdon.client.reward_client import ScoreArgs
 from guerdon.client.teacher_calls import GivenIds, TeacherArgs
 from guerdon.core import ModelInfo
 from guerdon.errors import Cancelled, GuerdonError
-from guerdon.server.catalog import Teacher
+from guerdon.kinds.kind import GivesHead
 from guerdon.server.service import Service
 from guerdon.settings.config import (
     JudgeConfig,
@@ -181,7 +181,7 @@ class LocalTeacher(_LocalModel):
         Raises Unsupported if its logits are not one matrix times hidden states.
         """
         served = self._service.catalog.entry(self._name).loaded()
-        assert isinstance(served, Teacher)
+        assert isinstance(served, GivesHead)
         file = served.head_file()
         if known is not None and known.digest == file.digest:
             return known

@@ -6,9 +6,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar
 
 import numpy as np
+
+from guerdon.core import ScoreRequest, Sequence
 
 ANSWER_BYTES_A_TOKEN = 1 << 16
 """In a batch, so many bytes of answers count as much as a computed token, so that a batch's memory is bounded."""
@@ -137,6 +139,10 @@ class TokenLogprobs:
     next_logprobs: np.ndarray | None = None
     hidden: np.ndarray | None = None
 
+    def numbers(self) -> list[np.ndarray | None]:
+        """Returns what two computations of it must agree on: ids may be tied."""
+        return [self.logprobs, self.entropy, self.top_logprobs, self.given_logprobs, self.next_logprobs]
+
     @property
     def num_asked(self) -> int:
         """How many tokens were asked about."""
@@ -147,27 +153,6 @@ class TokenLogprobs:
     def num_bytes(self) -> int:
         """Size of all arrays."""
         return sum(array.nbytes for name in self.__slots__ if (array := getattr(self, name)) is not None)
-
-
-@runtime_checkable
-class Decodes(Protocol):
-    """Turns token ids into text."""
-
-    def pieces(self, tokens: np.ndarray) -> list[str]:
-        """Returns the text that each token adds to those before it."""
-        ...
-
-    def decode(self, tokens: np.ndarray) -> str:
-        """Returns the text of the whole sequence."""
-        ...
-
-    def texts_of(self, ids: np.ndarray) -> list[str]:
-        """Returns the text of each id by itself."""
-        ...
-
-    def texts_among(self, ids: np.ndarray, places: np.ndarray, tokens: np.ndarray) -> list[str]:
-        """Returns the text of each id at its place among the sequence's `tokens`, as in vLLM."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +166,33 @@ class HeadFile:
     weights_version: str
     num_bytes: int
     pieces: Callable[[], Iterator[bytes | memoryview]]
+
+
+NEXT_TOKENS = "next_tokens"
+"""The interface of a model for `NextTokenRequest`; every teacher and every judge has it."""
+
+
+@dataclass(slots=True, eq=False)
+class NextTokenRequest(ScoreRequest):
+    """Asks a teacher, or the model of a judge without its rubric, for the log-probs of `ids` after each sample.
+
+    The text or token ids `shared` precede each sample, or follow it if `is_item_first`. Both parts are tokenised by
+    themselves, a text of `shared` with special tokens if `shared_special_tokens`. `ids` are int64 `[G]`. Nobody reads
+    rewards.
+    """
+
+    ids: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    shared: str | np.ndarray = ""
+    is_item_first: bool = False
+    is_checked: ClassVar[bool] = True
+    shared_special_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        self.wants_rewards = False
+
+    def sequence(self, item: np.ndarray, shared: np.ndarray) -> Sequence:
+        """Returns the sequence of a sample's token ids; its last token is a placeholder for the one asked about."""
+        parts = (item, shared) if self.is_item_first else (shared, item)
+        row = np.concatenate([*parts, self.ids[:1]])
+        query = LogprobQuery(start=max(1, len(row) - 1), given=self.ids, with_logprobs=False, ends_in_placeholder=True)
+        return Sequence(row, wants_reward=False, ask=query)

@@ -1,10 +1,12 @@
-"""Digests of tokenizers, to find out whether two give token ids the same meaning without sending either."""
+"""What token ids mean: texts of them, and digests by which two tokenizers are compared without sending either."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 
 def identity(tokenizer: Any) -> str:
@@ -58,3 +60,24 @@ def has_other_template(own: str, other: str) -> bool:
 
 def _digest(of: Any) -> str:
     return hashlib.blake2b(repr(of).encode(errors="backslashreplace"), digest_size=8).hexdigest()
+
+
+@runtime_checkable
+class Decodes(Protocol):
+    """Turns token ids into text."""
+
+    def pieces(self, tokens: np.ndarray) -> list[str]:
+        """Returns the text that each token adds to those before it."""
+        ...
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Returns the text of the whole sequence."""
+        ...
+
+    def texts_of(self, ids: np.ndarray) -> list[str]:
+        """Returns the text of each id by itself."""
+        ...
+
+    def texts_among(self, ids: np.ndarray, places: np.ndarray, tokens: np.ndarray) -> list[str]:
+        """Returns the text of each id at its place among the sequence's `tokens`, as in vLLM."""
+        ...

@@ -87,7 +87,7 @@ def test_answers_equal_transformers(ask: Any, folder: Path) -> None:
         assert answers.errors == [None] * len(ROWS) and answers.raise_for_failed().weights_version
         for answer, table, row, prompt, query in zip(each(answers), logits, ROWS, PROMPTS, queries, strict=True):
             assert answer.logprobs is not None and answer.logprobs.shape == (len(row) - prompt,)
-            check(answer, table, Sequence(row, prompt_length=prompt, query=query))
+            check(answer, table, Sequence(row, prompt_length=prompt, ask=query))
 
 
 def test_given_ids_may_differ_by_token(server: RunningServer, folder: Path) -> None:
@@ -98,7 +98,7 @@ def test_given_ids_may_differ_by_token(server: RunningServer, folder: Path) -> N
     for answer, logits, row, prompt, given in zip(
         each(answers), plain(folder / "llama", ROWS), ROWS, PROMPTS, ids, strict=True
     ):
-        check(answer, logits, Sequence(row, prompt_length=prompt, query=LogprobQuery(given=given)))
+        check(answer, logits, Sequence(row, prompt_length=prompt, ask=LogprobQuery(given=given)))
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -84,10 +84,10 @@ VALUES: list[Any] = [
     Path("/tmp/x"),
     Member(1, "host", 7),
     Command(Signal.FORWARD, "rm", [Sequence(ROW, label={"x": [1]}, steps=ROW)], plain=True),
-    Command(Signal.TRAIN, train=TrainRequest("id", ROW[None], *[np.ones((1, 4), np.float32)] * 3)),
+    Command(Signal.TRAIN, ask=TrainRequest("id", ROW[None], *[np.ones((1, 4), np.float32)] * 3)),
     Command(
         Signal.ESTIMATE,
-        train=TrainRequest(
+        ask=TrainRequest(
             "id", ROW[None], *[np.ones((1, 4), np.float32)] * 3, updates=2, rewards=ROW[None], gae=Gae(0.5)
         ),
     ),

@@ -118,8 +118,8 @@ def taught(folder: Path, rows: list[np.ndarray], ranks: Ranks = ALONE) -> list[n
     config = TeacherConfig(model=str(folder), max_batch_tokens=BUDGET)
     engine = TeacherEngine(load_policy(config, ranks=ranks.frozen()))
     asked = LogprobQuery(top_k=3, with_hidden=True)
-    scores = engine.score([Sequence(row, prompt_length=len(row) // 2, query=asked) for row in rows])
-    said = [score.logprobs for score in scores if isinstance(score, Score) and score.logprobs is not None]
+    scores = engine.score([Sequence(row, prompt_length=len(row) // 2, ask=asked) for row in rows])
+    said = [score.answer for score in scores if isinstance(score, Score) and score.answer is not None]
     assert len(said) == len(rows)
     return [
         np.concatenate([np.ravel(part) for part in (one.logprobs, one.top_logprobs, one.hidden) if part is not None])

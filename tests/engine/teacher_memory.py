@@ -29,7 +29,7 @@ def main() -> None:
     before = resident_mb("VmRSS")
     engine = TeacherEngine(loaded)
     rows = np.random.default_rng(0).integers(4, loaded.vocab_size, (8, 4097))
-    results = engine.score([Sequence(row, query=ASKED) for row in rows])
+    results = engine.score([Sequence(row, ask=ASKED) for row in rows])
     assert all(isinstance(result, Score) for result in results)
     print(f"GROWN {resident_mb('VmHWM') - before:.0f}")
 

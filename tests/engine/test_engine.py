@@ -19,7 +19,7 @@ from guerdon.engine.forward import Forward
 from guerdon.engine.functions import FunctionScorer, PaddedScorer
 from guerdon.engine.self_check import probe_rows
 from guerdon.errors import CheckpointError, ConfigError, SampleFailed
-from guerdon.server.sums import Sum
+from guerdon.kinds.sum import Sum
 from guerdon.settings.actors import PolicyConfig
 from guerdon.settings.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig
 

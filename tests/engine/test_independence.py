@@ -84,9 +84,9 @@ def teacher(folder: Path, dtype: str = "float32") -> TeacherEngine:
 def logprobs(engine: TeacherEngine, rows: list[np.ndarray]) -> list[np.ndarray]:
     found = []
     for result in engine.score([Sequence(row) for row in rows]):
-        assert isinstance(result, Score) and result.logprobs is not None
-        assert result.logprobs.logprobs is not None
-        found.append(result.logprobs.logprobs)
+        assert isinstance(result, Score) and result.answer is not None
+        assert result.answer.logprobs is not None
+        found.append(result.answer.logprobs)
     return found
 
 

@@ -14,7 +14,7 @@ from guerdon.distributed.ranks import ALONE
 from guerdon.engine.judging import JudgeEngine, build_judge
 from guerdon.errors import CheckpointError, ConfigError, InvalidRequest, SampleFailed
 from guerdon.judge_core import Criterion, Pair, PlanOfSingles, Rubric, Sample
-from guerdon.server import judgements
+from guerdon.kinds import judges as judgements
 from guerdon.settings.config import JudgeConfig
 
 

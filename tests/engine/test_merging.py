@@ -77,7 +77,7 @@ def rewards(folder: Path, rows: list[np.ndarray] = ROWS, **settings: Any) -> np.
 def logprobs(folder: Path, rows: list[np.ndarray] = ROWS) -> list[np.ndarray]:
     """A teacher's log-probs of the tokens after the first."""
     engine = TeacherEngine(load_policy(TeacherConfig(model=str(folder))))
-    return [score.logprobs.logprobs for score in engine.score([Sequence(row) for row in rows])]
+    return [score.answer.logprobs for score in engine.score([Sequence(row) for row in rows])]
 
 
 def expected_logprobs(model: Any, rows: list[np.ndarray] = ROWS) -> list[np.ndarray]:

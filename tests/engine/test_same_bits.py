@@ -12,14 +12,14 @@ import torch
 import judged
 import zoo
 from guerdon.assembly import build_scorer
-from guerdon.comparisons import PlanOfPairs
 from guerdon.core import ScoreRequest, Sequence, Truncation
 from guerdon.distributed.ranks import ALONE
 from guerdon.engine.judging import JudgeEngine, build_judge
 from guerdon.engine.logprobs import entropies_of
 from guerdon.engine.native.library import find
 from guerdon.judge_core import PlanOfSingles, Sample
-from guerdon.server import judgements
+from guerdon.kinds import judges as judgements
+from guerdon.kinds.compare import PlanOfPairs
 from guerdon.server.truncating import truncated
 from guerdon.settings.config import JudgeConfig, ModelConfig, TeacherConfig
 from guerdon.teacher_core import LogprobQuery
@@ -84,7 +84,7 @@ def test_rewards_of_models_of_odd_widths(name: str, dtype: str, tmp_path: Path) 
 def test_log_probs_of_a_teacher(name: str, dtype: str, tmp_path: Path) -> None:
     make = made_of(TeacherConfig, zoo.language_model(name, tmp_path), dtype=dtype)
     query = LogprobQuery(start=1, with_entropy=True, top_k=3)
-    assert_same_bits(make, [Sequence(row, query=query) for row in zoo.rows(3, least=2)])
+    assert_same_bits(make, [Sequence(row, ask=query) for row in zoo.rows(3, least=2)])
 
 
 @pytest.mark.parametrize("kind", ["tokcls", "trlx-critic"])
@@ -209,9 +209,9 @@ def test_all_that_teachers_answer(name: str, size: int, dtype: str, tmp_path: Pa
         return build_scorer(TeacherConfig(model=folder, dtype=dtype, max_batch_tokens=budget)).score
 
     rows = zoo.rows(6, groups=((30, 4), (20, 2)), least=2)
-    samples = [Sequence(row, query=QUERIES[i % len(QUERIES)]) for i, row in enumerate(rows)]
+    samples = [Sequence(row, ask=QUERIES[i % len(QUERIES)]) for i, row in enumerate(rows)]
     # A single asked token is a single row of logits, and shares its prompt's states with others.
-    samples += [Sequence(row[:20], query=dataclasses.replace(QUERIES[i], start=19)) for i, row in enumerate(rows[:2])]
+    samples += [Sequence(row[:20], ask=dataclasses.replace(QUERIES[i], start=19)) for i, row in enumerate(rows[:2])]
     assert_same_bits(make, samples)
 
 

@@ -42,8 +42,8 @@ def build(folder: Path, **settings: Any) -> TeacherEngine:
 def answers(engine: TeacherEngine, sequences: list[Sequence], path: str | None = None) -> list[TokenLogprobs]:
     found = []
     for result in engine.score(sequences, path=path):
-        assert isinstance(result, Score) and result.logprobs is not None and np.isnan(result.reward)
-        found.append(result.logprobs)
+        assert isinstance(result, Score) and result.answer is not None and np.isnan(result.reward)
+        found.append(result.answer)
     return found
 
 
@@ -52,7 +52,7 @@ def test_every_decoder_answers_as_transformers_shared_and_not(name: str, tmp_pat
     folder = zoo.language_model(name, tmp_path)
     engine = build(folder)
     sequences = [
-        Sequence(row, prompt_length=n if i % 2 else None, query=LogprobQuery(**EVERYTHING))
+        Sequence(row, prompt_length=n if i % 2 else None, ask=LogprobQuery(**EVERYTHING))
         for i, (row, n) in enumerate(zip(ROWS, PROMPTS, strict=True))
     ]
     wanted = plain(folder, ROWS)
@@ -61,7 +61,7 @@ def test_every_decoder_answers_as_transformers_shared_and_not(name: str, tmp_pat
         for answer, logits, s in zip(answers(engine, sequences, path), wanted, sequences, strict=True):
             check(answer, logits, s)
             assert answer.hidden is not None
-            first = s.query.first(s.prompt_length)  # type: ignore[union-attr]
+            first = s.ask.first(s.prompt_length)  # type: ignore[union-attr]
             with torch.no_grad():
                 rebuilt = engine.head(torch.from_numpy(answer.hidden))
             torch.testing.assert_close(rebuilt, logits[first - 1 : -1], rtol=1e-4, atol=1e-4)
@@ -92,8 +92,8 @@ def test_sequences_may_ask_different_things_of_one_batch_in_any_chunks(
         LogprobQuery(start=35, with_logprobs=False, with_ranks=True),
         LogprobQuery(start=35, with_logprobs=False, with_hidden=True),
     ]
-    sequences = [Sequence(row, prompt_length=40, query=query) for query in queries]
-    sequences += [Sequence(other, prompt_length=40, query=queries[1]), Sequence(other[:1]), Sequence(other, query=None)]
+    sequences = [Sequence(row, prompt_length=40, ask=query) for query in queries]
+    sequences += [Sequence(other, prompt_length=40, ask=queries[1]), Sequence(other[:1]), Sequence(other, ask=None)]
     logits = plain(folder, [s.tokens for s in sequences])
     for answer, own, s in zip(answers(engine, sequences), logits, sequences, strict=True):
         check(answer, own, s)
@@ -114,7 +114,7 @@ def test_equal_prompts_go_through_the_head_once(tmp_path: Path) -> None:
     engine.head = counting  # type: ignore[assignment]
     prompt = np.arange(4, 44)
     rows = [np.concatenate([prompt, np.array([5 + i, 9, 11])]) for i in range(6)]
-    answers(engine, [Sequence(row, prompt_length=40, query=LogprobQuery(start=1)) for row in rows])
+    answers(engine, [Sequence(row, prompt_length=40, ask=LogprobQuery(start=1)) for row in rows])
     # The last tokens' states are not read: 40 of the prompt, and 2 of each response.
     assert sum(counted) == 40 + 6 * 2
 
@@ -126,7 +126,7 @@ def test_nothing_is_done_by_the_head_if_only_hidden_states_are_asked_for(tmp_pat
         raise AssertionError
 
     engine.head = never  # type: ignore[assignment]
-    (answer,) = answers(engine, [Sequence(ROWS[0], query=LogprobQuery(with_logprobs=False, with_hidden=True))])
+    (answer,) = answers(engine, [Sequence(ROWS[0], ask=LogprobQuery(with_logprobs=False, with_hidden=True))])
     assert answer.hidden is not None and answer.hidden.dtype == np.float32
 
 
@@ -134,13 +134,13 @@ def test_hidden_states_come_in_the_models_dtype_or_rounded_to_bfloat16(tmp_path:
     folder = zoo.language_model("llama", tmp_path)
     asked = LogprobQuery(with_logprobs=False, with_hidden=True)
     own, rounded = answers(
-        build(folder), [Sequence(ROWS[0], query=dataclasses.replace(asked, rounds_hidden=r)) for r in (False, True)]
+        build(folder), [Sequence(ROWS[0], ask=dataclasses.replace(asked, rounds_hidden=r)) for r in (False, True)]
     )
     assert own.hidden is not None and rounded.hidden is not None and rounded.hidden.dtype == np.uint16
     bits = (rounded.hidden.astype(np.uint32) << 16).view(np.float32)
     np.testing.assert_array_equal(bits, torch.from_numpy(own.hidden).bfloat16().float().numpy())
     half = build(folder, dtype="bfloat16")
-    (exact,) = answers(half, [Sequence(ROWS[0], query=asked)])
+    (exact,) = answers(half, [Sequence(ROWS[0], ask=asked)])
     assert exact.hidden is not None and exact.hidden.dtype == np.uint16
 
 
@@ -157,7 +157,7 @@ def test_a_sample_whose_numbers_are_not_finite_fails_alone(tmp_path: Path) -> No
     with torch.no_grad():
         engine.trunk.get_input_embeddings().weight[7] = torch.nan
     fine, broken = np.arange(10, 40), np.concatenate([np.arange(10, 40), [7, 8, 9]])
-    results = engine.score([Sequence(fine), Sequence(broken, query=LogprobQuery(start=20))])
+    results = engine.score([Sequence(fine), Sequence(broken, ask=LogprobQuery(start=20))])
     assert isinstance(results[0], Score) and isinstance(results[1], SampleFailed)
     assert "logits for asked token 1" in str(results[1]) and "--dtype float32" in str(results[1])
 

@@ -331,8 +331,8 @@ def test_a_model_with_tekken_alone_is_served_by_text(tmp_path: Path) -> None:
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder)(input_ids=torch.from_numpy(row)[None]).logits[0]
     want = logits.log_softmax(-1)[:-1].gather(1, torch.from_numpy(row[1:])[:, None])[:, 0].numpy()
-    assert isinstance(result, Score) and result.logprobs is not None and result.logprobs.logprobs is not None
-    np.testing.assert_allclose(result.logprobs.logprobs[-len(want) :], want, atol=1e-5)
+    assert isinstance(result, Score) and result.answer is not None and result.answer.logprobs is not None
+    np.testing.assert_allclose(result.answer.logprobs[-len(want) :], want, atol=1e-5)
 
 
 TEXT = "a 😀 日本, é! 👩‍👩‍👧 \ufffd x"

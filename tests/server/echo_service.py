@@ -13,7 +13,7 @@ import numpy as np
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, Truncation
 from guerdon.distributed.commands import Worker
 from guerdon.errors import GuerdonError, Overloaded, SampleFailed
-from guerdon.server.catalog import PairSteps, Steps
+from guerdon.kinds.kind import PairSteps, Steps
 from guerdon.server.service import Service
 from guerdon.settings.config import ModelConfig, ServerConfig
 

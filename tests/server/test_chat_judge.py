@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from guerdon.errors import ConfigError, SampleFailed, StartError, StorageFailed
+from guerdon.kinds.chat_judge import ServedChatJudge
 from guerdon.server.chat_judge.answer_cache import FILE, AnswerCache, Flight
-from guerdon.server.chat_judge.asking import ChatJudge
 from guerdon.server.chat_judge.calling import _retry_after_s
 from guerdon.server.chat_judge.parsing import AnswerParser, Unreadable
 from guerdon.settings.chat_judges import BudgetConfig, ChatJudgeConfig, ParseConfig
@@ -93,17 +93,17 @@ def test_the_pages_settings_are_right() -> None:
 def test_a_missing_key_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
-        ChatJudge(ChatJudgeConfig(**PLAIN, api_key_env="NO_SUCH_KEY"))
+        ServedChatJudge(ChatJudgeConfig(**PLAIN, api_key_env="NO_SUCH_KEY"))
     with pytest.raises(ConfigError, match="cannot read the API key"):
-        ChatJudge(ChatJudgeConfig(**PLAIN, api_key_file=str(tmp_path / "none")))
+        ServedChatJudge(ChatJudgeConfig(**PLAIN, api_key_file=str(tmp_path / "none")))
     (tmp_path / "key").write_text("two\nlines")
     with pytest.raises(ConfigError, match="has characters that no key has"):
-        ChatJudge(ChatJudgeConfig(**PLAIN, api_key_file=str(tmp_path / "key")))
+        ServedChatJudge(ChatJudgeConfig(**PLAIN, api_key_file=str(tmp_path / "key")))
 
 
 def test_the_version_follows_what_decides_about_rewards() -> None:
     def version(**change: Any) -> str:
-        return ChatJudge(ChatJudgeConfig(**{**PLAIN, **change})).info.weights_version
+        return ServedChatJudge(ChatJudgeConfig(**{**PLAIN, **change})).info.weights_version
 
     assert version() == version(url="http://elsewhere/v1", concurrency=3, cache="other", name="other")
     changes: list[dict[str, Any]] = [

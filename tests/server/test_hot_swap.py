@@ -21,8 +21,8 @@ from guerdon.core import Command, ModelInfo, ScoreRequest, Sequence, Signal
 from guerdon.distributed import computing
 from guerdon.engine.checkpoint import placement
 from guerdon.errors import Forbidden, InvalidRequest, Overloaded, ServerFault, Unavailable, UnknownModel, Unsupported
+from guerdon.kinds.kind import Tokenizer
 from guerdon.server import runtime, status
-from guerdon.server.catalog import Tokenizer
 from guerdon.server.service import Service
 from guerdon.settings.config import CriticConfig, ServerConfig
 from server.arithmetic_critic import ArithmeticService

@@ -20,8 +20,7 @@ import zoo
 from guerdon.core import Command, Score, Scored, ScoreRequest, Sequence, Signal
 from guerdon.errors import Offloaded, ServerFault, TrainFailed, Unavailable, is_out_of_memory
 from guerdon.server import status
-from guerdon.server.batching.budget import Budget
-from guerdon.server.batching.halving import check_device
+from guerdon.server.batching.halving import Budget, check_device
 from guerdon.server.batching.jobs import Job, Limits
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.scheduler import Scheduler

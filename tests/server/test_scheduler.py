@@ -94,7 +94,7 @@ def test_large_answers_make_smaller_batches(shares: bool) -> None:
     """Equal sequences cost one computation, and each an answer that stays in memory until the batch is done."""
     s = scheduler(shares=shares)
     query = LogprobQuery(answer_bytes=20 * ANSWER_BYTES_A_TOKEN)
-    s.add(Job([Sequence(np.arange(30), query=query) for _ in range(12)]))
+    s.add(Job([Sequence(np.arange(30), ask=query) for _ in range(12)]))
     assert taken(s.take(0.0)) == [30] * (3 if shares else 2)
 
 

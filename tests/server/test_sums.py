@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, Overloaded, SampleFailed, named
-from guerdon.server.sums import Running, Sum
+from guerdon.kinds.sum import Running, Sum
 from guerdon.settings.config import ComponentConfig, RewardConfig
 
 CHECKPOINT = ModelInfo(

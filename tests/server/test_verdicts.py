@@ -18,8 +18,7 @@ import pytest
 from guerdon.errors import SampleFailed
 from guerdon.server.chat_judge.answer_cache import Flight
 from guerdon.server.chat_judge.calling import MOST_BYTES, Caller
-from guerdon.server.chat_judge.json_objects import NoObject, ObjectFinder
-from guerdon.server.chat_judge.parsing import AnswerParser, Unreadable
+from guerdon.server.chat_judge.parsing import AnswerParser, NoObject, ObjectFinder, Unreadable
 from guerdon.server.metrics import Metrics
 from guerdon.settings.chat_judges import ChatJudgeConfig, ParseConfig
 from guerdon.thinking import answer_of

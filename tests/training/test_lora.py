@@ -170,7 +170,7 @@ def test_a_policy_that_learnt_by_adapters_is_served_as_a_teacher(tied: bool, tmp
         with torch.no_grad():
             logits = plain(input_ids=torch.from_numpy(row)[None]).logits[0]
         want = torch.log_softmax(logits, -1)[range(len(row) - 1), row[1:]]
-        np.testing.assert_allclose(score.logprobs.logprobs, want.numpy(), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(score.answer.logprobs, want.numpy(), rtol=1e-5, atol=1e-5)
     settings["task_type"] = None  # as guerdon 0.2 wrote it
     (tmp_path / "kept" / "adapter_config.json").write_text(json.dumps(settings))
     assert load_policy(LanguageModelConfig(model=str(tmp_path / "kept"))).origin.adapter.startswith("LORA, rank 4")

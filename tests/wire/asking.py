@@ -12,7 +12,9 @@ from guerdon.wire.forms.form import FormRequest
 
 RM = ModelInfo("rm", "sequence-classification", source="org/rm", max_length=512)
 MANY = replace(RM, outputs=("rewards", "attributes"), attribute_names=("helpful", "brief", "kind"))
-SUM = replace(RM, kind="sum", outputs=("rewards", "attributes"), attribute_names=("helpful", "brief"))
+SUM = replace(
+    RM, kind="sum", has_components=True, outputs=("rewards", "attributes"), attribute_names=("helpful", "brief")
+)
 CRITIC = replace(RM, name="critic_infer", outputs=("values",))
 
 

@@ -58,7 +58,7 @@ def reply(has_top: bool) -> ScoreReply:
         said.top_ids, said.top_logprobs = random.integers(0, 152_000, (n, TOP), np.int32), table(n, TOP)
     else:
         said.given_logprobs = table(n, TOP)
-    return ScoreReply([Score(math.nan, logprobs=said)], [TOKENS], "1", tokens=[np.array(ROW)])
+    return ScoreReply([Score(math.nan, answer=said)], [TOKENS], "1", tokens=[np.array(ROW)])
 
 
 @pytest.mark.parametrize("asked", ASKED)
@@ -66,8 +66,8 @@ def reply(has_top: bool) -> ScoreReply:
 def test_writing_takes_a_bounded_part_of_memory(asked: str) -> None:
     path, body = ASKED[asked]
     request = ALL_FORMS[path].read(bodies.write(body), {})
-    assert request.request is not None and request.request.queries is not None
-    (query,) = request.request.queries
+    assert request.request is not None and request.request.asks is not None
+    (query,) = request.request.asks
     answered = reply(has_top=query.top_k > 0)
     before = resident_bytes("VmRSS")
     pieces = bodies.write_in_pieces(request.to_reply(answered, INFO))

@@ -149,7 +149,9 @@ def test_components_that_make_the_reward_sum_to_it() -> None:
     large = np.array([1e4 / 2, 2e4 - 0.01, 0], np.float32)
     told = reply(row(), Score(0.01, large), LINEAR)
     assert told["reward"] == pytest.approx(sum(told["reward_components"].values()), rel=1e-6)
-    clipped = ModelInfo("total", "sum", ("rewards", "attributes"), attribute_names=("a", "b", "seen"))
+    clipped = ModelInfo(
+        "total", "sum", ("rewards", "attributes"), attribute_names=("a", "b", "seen"), has_components=True
+    )
     told = reply(row(), Score(1.0, attributes), clipped)
     assert told["reward"] == 1.0 and "reward_components" not in told and told["components"]["seen"] == 9.0
 
@@ -194,7 +196,9 @@ def test_statistics_leave_failed_rollouts_out() -> None:
 
 
 NAMES = ("right", "brief", "other_mass", "disagreed")
-JUDGE = ModelInfo("judge", "judge", ("rewards", "attributes"), attribute_names=NAMES, takes_messages=True)
+JUDGE = ModelInfo(
+    "judge", "judge", ("rewards", "attributes"), attribute_names=NAMES, takes_messages=True, has_components=True
+)
 HISTORY = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}]
 
 
@@ -227,7 +231,7 @@ def test_responses_become_answers_to_one_conversation() -> None:
 
 
 def test_a_principle_is_every_samples_label() -> None:
-    principled = ModelInfo("judge", "judge", attribute_names=NAMES, takes_labels=True)
+    principled = ModelInfo("judge", "judge", attribute_names=NAMES, takes_labels=True, has_components=True)
     asked = compare_read([compare_said("4")], [compare_said("5")], principle="Be brief.")
     assert asked.request is not None and asked.request.labels == ["Be brief."] * 2
     asked.check(principled)

@@ -16,10 +16,10 @@ from guerdon.critic_core import CriticState
 from guerdon.distributed.ranks import num_started
 from guerdon.endings import Ending
 from guerdon.errors import ConfigError, Exit, GuerdonError, StartError, require_modules
+from guerdon.kinds import all_kinds
 from guerdon.server import logs
 from guerdon.server.logs import JsonLines, LogFormat, OneLine
 from guerdon.settings.config import CriticConfig
-from guerdon.wire.signature import lacks_tokenizer
 
 NEEDS_ENDING = (
     "conversations get it, texts need it: guerdon's functions for TRL, verl, AReaL, NeMo-RL and trlX, and slime's "
@@ -59,17 +59,7 @@ _ADVICE: dict[type[GuerdonError], str] = {
 
 def describe_model(info: ModelInfo) -> str:
     """Returns a served model's description, in one line."""
-    if info.kind == "sum":
-        return f"{info.name}: {info.kind} of {info.why}, weights {info.weights_version}"
-    path = info.path + (f" ({info.why})" if info.why else "")
-    parts = [info.kind, f"weights {info.weights_version}"]
-    if info.kind not in ("function", "chat_judge"):  # which compute wherever they like
-        parts.insert(1, f"{info.dtype} on {info.device}")
-    if info.pooling:
-        parts.append(f"pooling {info.pooling}")
-    if lacks_tokenizer(info):
-        parts.append(f"no tokenizer in {info.source}: accepts token ids only")
-    return f"{info.name}: {', '.join([*parts, path])}"
+    return f"{info.name}: {all_kinds.of(info).describe(info)}"
 
 
 def describe_ending(name: str, ending: Ending | None, outputs: Collection[str]) -> str:

@@ -19,6 +19,8 @@ from guerdon.distributed.layout import wants_ranks
 from guerdon.distributed.ranks import num_started
 from guerdon.endings import Ending
 from guerdon.errors import SERVER_MODULES, ConfigError, Exit, require_modules
+from guerdon.kinds import all_kinds
+from guerdon.kinds.kind import Subcommand
 from guerdon.settings import sources
 from guerdon.settings.access import strip_credentials
 from guerdon.settings.actors import (
@@ -29,15 +31,7 @@ from guerdon.settings.actors import (
     check_actor,
     describe_run,
 )
-from guerdon.settings.chat_judges import ChatJudgeConfig
-from guerdon.settings.config import (
-    CriticConfig,
-    JudgeConfig,
-    ModelConfig,
-    ParallelConfig,
-    ServerConfig,
-    TeacherConfig,
-)
+from guerdon.settings.config import ModelConfig, ParallelConfig, ServerConfig
 
 
 def make_parser() -> Parser:
@@ -47,8 +41,9 @@ def make_parser() -> Parser:
         "--version", action=_ShowVersions, nargs=0, help="Show the versions of guerdon, Python and torch, and exit."
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    for name, server in _SERVERS.items():
-        _add_server(commands, name, *server)
+    for kind in all_kinds.KINDS:
+        if kind.command is not None:
+            _add_server(commands, kind.settings, kind.command)
     _add_score(commands)
     for name, actor in _ACTORS.items():
         _add_actor(commands, name, *actor)
@@ -58,10 +53,15 @@ def make_parser() -> Parser:
     return parser
 
 
-def _add_command(commands: Any, name: str, summary: str, run: Callable[[argparse.Namespace], int | None]) -> Parser:
-    examples, notes = helps.COMMANDS[name]
+def _add_command(
+    commands: Any,
+    name: str,
+    summary: str,
+    run: Callable[[argparse.Namespace], int | None],
+    texts: tuple[str, str | None] = ("", None),
+) -> Parser:
     parser: Parser = commands.add_parser(name, help=summary)
-    parser.description, parser.epilog = examples, notes
+    parser.description, parser.epilog = helps.COMMANDS.get(name, texts)
     parser.set_defaults(run=run)
     return parser
 
@@ -78,48 +78,27 @@ class _ShowVersions(argparse.Action):
         parser.exit()
 
 
-# serve, serve-critic, serve-teacher, serve-judge
+# serve, and the others that serve a kind of model
 
 
-_SERVERS: dict[str, tuple[str, type, str]] = {
-    "serve": (
-        "Serve reward models over HTTP and gRPC.", ModelConfig,
-        "config host port api_keys_file dtype device max_length max_batch_tokens tensor_parallel data_parallel",
-    ),
-    "serve-critic": (
-        "Serve a critic that trains, over HTTP and gRPC.", CriticConfig,
-        "config host port api_keys_file checkpoint_dir reward_model learning_rate global_batch_size dtype device",
-    ),
-    "serve-teacher": (
-        "Serve log-probs of a language model, over HTTP and gRPC.", TeacherConfig,
-        "config host port api_keys_file max_top_k dtype device max_length tensor_parallel data_parallel",
-    ),
-    "serve-judge": (
-        "Serve a language model's rewards by a rubric.", JudgeConfig,
-        "rubric verdict max_other_mass config host port api_keys_file dtype device max_length",
-    ),
-}  # fmt: skip
-"""Each command that serves: its summary, the settings of its model, and the flags that `--help` shows."""
-
-
-def _add_server(commands: Any, name: str, summary: str, cls: Any, first: str) -> None:
-    is_critic = cls is CriticConfig
-    read = sources.read_critic_settings if is_critic else functools.partial(sources.read_server_settings, cls=cls)
-    parser = _add_command(commands, name, summary, lambda args: _serve(read(args)))
-    parser.show_first(*first.split())
-    parser.usage = f"guerdon {name} [MODEL] [--{first.partition(' ')[0]} FILE.yaml] [--FLAG VALUE ...]"
-    parser.add_argument("MODEL", nargs="?", help=cls.__dataclass_fields__["model"].metadata["help"])
+def _add_server(commands: Any, settings: Any, command: Subcommand) -> None:
+    parser = _add_command(
+        commands, command.name, command.summary, lambda args: _serve(command.read(args)), command.help
+    )
+    parser.show_first(*command.first.split())
+    parser.usage = f"guerdon {command.name} [MODEL] [--{command.first.partition(' ')[0]} FILE.yaml] [--FLAG VALUE ...]"
+    parser.add_argument("MODEL", nargs="?", help=settings.__dataclass_fields__["model"].metadata["help"])
     parser.add_argument(
         "--config", metavar="FILE.yaml", help="Read settings from this file, which may name several models."
     )
-    sources.add_server_flags(parser, ServerConfig, cls, defaults=sources.CRITIC_PORTS if is_critic else {})
+    sources.add_server_flags(parser, ServerConfig, settings, defaults=command.defaults)
 
 
 def _serve(config: ServerConfig) -> int:
     console.set_up_logging(config.log_level, config.log_format)
     require_modules(*SERVER_MODULES, extra="server")
     critic = config.critic
-    loaded = [model for model in config.models if not isinstance(model, ChatJudgeConfig)]
+    loaded: Any = [model for model in config.models if not all_kinds.of_settings(model).is_remote]
     devices = sorted({model.device for model in (*loaded, critic) if model}) or ["auto"]
     if len(devices) > 1 and (num_started() > 1 or wants_ranks(config)):
         raise ConfigError(

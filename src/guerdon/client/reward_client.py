@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from guerdon.client.calls import (
+    Call,
     Conversations,
     Integers,
     Scores,
@@ -20,6 +21,8 @@ from guerdon.client.calls import (
 )
 from guerdon.client.driver import Session
 from guerdon.client.faces import DEFAULTS, AsyncClient, BlockingClient, ClientArgs
+
+T = TypeVar("T")
 
 _ASKS = "a RewardClient needs a model with rewards, such as guerdon serve offers"
 
@@ -73,6 +76,10 @@ class RewardClient(BlockingClient[Session]):
         """Returns a future of `score`'s result, at once; thousands may be under way."""
         call = prepare_score(self._model, make_request(**accept(self.submit, samples)))
         return self._submit(self._caller.ask(call), call.priority)
+
+    def ask(self, call: Call[T]) -> Future[T]:
+        """Returns a future of what a model of another kind answers to `call`, which makes and reads its tensors."""
+        return self._submit(self._caller.ask(call))
 
 
 class AsyncRewardClient(AsyncClient[Session]):

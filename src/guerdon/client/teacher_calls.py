@@ -159,7 +159,7 @@ def _prepare(
                 rows = [np.array(row[:count]) for row, count in zip(found[field.name], counts, strict=True)]
                 if field is schema.TARGET_LOGPROBS and given is not None:
                     rows = [row[..., : ids.shape[-1]] for row, ids in zip(rows, given, strict=True)]
-                setattr(answers, field.at.removeprefix("logprobs."), rows)
+                setattr(answers, field.at.removeprefix("answer."), rows)
         return answers
 
     return Call(model, build, parse, calls.estimate_cost(request), request.timeout_s, priority=request.priority)

@@ -109,12 +109,12 @@ class Worker:
             case Signal.FORWARD:
                 scorer: Any = self._scorers[name]
                 own = command.sequences
-                if not scorer.takes_all:
+                if not scorer.takes_all and self._ranks.data_size > 1:
                     own = [own[i] for i in self._parts(command)[self._ranks.data_rank]]
                 if command.plain and not hasattr(scorer, "score_plainly"):
                     raise Unsupported(f"{name} has no other way to score")
                 score = scorer.score_plainly if command.plain else scorer.score
-                with computing.HERE.computing(is_long=scorer.info.kind == "function"):  # which may ask a judge
+                with computing.HERE.computing(is_long=not scorer.info.is_checkpoint):  # a function may ask a judge
                     results = list(score(own)) if own or self._ranks.in_step else []
                 if len(results) != len(own):
                     raise ServerFault(f"{name} gave {len(results)} results for {len(own)} samples")
@@ -128,7 +128,7 @@ class Worker:
             case Signal.SWITCH:
                 self._switch(name)
             case Signal.UNLOAD:
-                self._discard(self._scorers.pop(name))
+                self._discard(self._scorers.pop(name, None))
             case Signal.RELEASE:
                 self._beside.pop(name, None)
                 memory.release()
@@ -139,14 +139,14 @@ class Worker:
                 with computing.HERE.computing(is_long=True):
                     match command.signal:
                         case Signal.TRAIN:
-                            assert command.train is not None
-                            return trainer.train(command.train, command.first_steps)
+                            assert command.ask is not None
+                            return trainer.train(command.ask, command.first_steps)
                         case Signal.VALIDATE:
-                            assert command.train is not None
-                            return trainer.validate(command.train)
+                            assert command.ask is not None
+                            return trainer.validate(command.ask)
                         case Signal.ESTIMATE:
-                            assert command.train is not None
-                            estimated = trainer.estimate(command.train)
+                            assert command.ask is not None
+                            estimated = trainer.estimate(command.ask)
                             return estimated if self._ranks.is_leader else None
                         case Signal.SAVE:
                             trainer.save(Path(command.folder))

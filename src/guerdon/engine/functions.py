@@ -79,6 +79,7 @@ class FunctionForm:
             takes_labels="labels" in self.extra,
             weights_version=self.version,
             path="function",
+            is_checkpoint=False,
             why=config.model,
             source=config.model,
         )

@@ -80,6 +80,7 @@ class JudgeEngine:
         self.info = dataclasses.replace(
             teacher.info,
             kind="judge",
+            has_components=True,
             weights_version=hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest(),
             outputs=("rewards", "attributes"),
             attribute_names=rubric.attribute_names,
@@ -111,11 +112,11 @@ class JudgeEngine:
                 "shorten the template, system or criteria, or raise --max-length",
             )
         masses, answers = [], []
-        for result in self.score([Sequence(row, query=labels.query(len(row))) for row in rows]):
-            if isinstance(result, SampleFailed) or result.logprobs is None:
+        for result in self.score([Sequence(row, ask=labels.query(len(row))) for row in rows]):
+            if isinstance(result, SampleFailed) or result.answer is None:
                 return f"a sample fails: {result}", True
-            answers.append(result.logprobs)
-            masses.append(float(np.exp(labels.read(result.logprobs)).sum()))
+            answers.append(result.answer)
+            masses.append(float(np.exp(labels.read(result.answer)).sum()))
         worst = int(np.argmin(masses))
         has = f"{min(masses):.3g}" if len(masses) == 1 else f"{min(masses):.3g} to {max(masses):.3g}"
         found = f"on a sample, labels have {has} of the probability"

@@ -14,6 +14,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,6 @@ from guerdon.engine.logprobs import LanguageEngine, entropies_of, row_slices, sc
 from guerdon.engine.microbatches import deduplicate
 from guerdon.engine.self_check import check_finite
 from guerdon.errors import SampleFailed, Unsupported
-from guerdon.settings.config import TeacherConfig
 from guerdon.teacher_core import HeadFile, LogprobQuery, TokenLogprobs
 
 LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
@@ -49,8 +49,7 @@ class TeacherEngine(LanguageEngine):
 
     def __init__(self, loaded: LoadedPolicy, *, reads_last: bool = False) -> None:
         """Raises CheckpointError as `LanguageEngine`, and if no probe has finite log-probs."""
-        config = loaded.config
-        assert isinstance(config, TeacherConfig)
+        config: Any = loaded.config
         self.encoder = None if loaded.tokenizer is None else TextEncoder(loaded.tokenizer)
         info = dataclasses.replace(
             loaded.info,
@@ -75,7 +74,7 @@ class TeacherEngine(LanguageEngine):
         check_finite(self, self._probe, every=True)
 
     def _probe(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-        return self.score([dataclasses.replace(s, query=_PROBE) for s in sequences])
+        return self.score([dataclasses.replace(s, ask=_PROBE) for s in sequences])
 
     def score(self, sequences: list[Sequence], *, path: str | None = None) -> list[Score | SampleFailed]:
         """Returns one result for each sequence, in order; equal tokens are computed once.
@@ -236,7 +235,7 @@ class _Askers:
 
     def __init__(self, sequences: list[Sequence], slots: list[int]) -> None:
         self._sequences = sequences
-        self._queries = [s.query or _PLAIN for s in sequences]
+        self._queries = [s.ask or _PLAIN for s in sequences]
         self._of_slot: dict[int, list[int]] = {}
         for number, slot in enumerate(slots):
             self._of_slot.setdefault(slot, []).append(number)
@@ -296,7 +295,7 @@ class _Part:
             if form.with_next:
                 last = self.state_of[end]
                 made.next_ids, made.next_logprobs = states["top_ids"][last].copy(), states["top_logprobs"][last].copy()
-            yield one.number, Score(reward=np.nan, logprobs=made) if (error := _failure(made)) is None else error
+            yield one.number, Score(reward=np.nan, answer=made) if (error := _failure(made)) is None else error
 
 
 def _to_host(table: Tensor) -> np.ndarray:

@@ -25,10 +25,9 @@ def num_bytes(sequences: list[Sequence], info: ModelInfo, num_tables: int) -> in
 
     `num_tables` tables are made of them besides, whose rows are as long as the longest.
     """
-    if "logprobs" in info.outputs:
-        rows = [s.query.array_bytes for s in sequences if s.query is not None]
-    else:
-        rows = [_NUMBER_BYTES * s.num_tokens for s in sequences] if info.is_by_token else []
+    if not info.is_by_token:
+        return 0
+    rows = [_NUMBER_BYTES * s.num_tokens if s.ask is None else s.ask.array_bytes for s in sequences]
     return sum(rows) + num_tables * len(rows) * max(rows, default=0)
 
 

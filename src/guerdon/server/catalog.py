@@ -2,129 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
-from typing import Protocol, runtime_checkable
 
-import numpy as np
-
-from guerdon.core import Message, ModelInfo, Sequence, Truncation
+from guerdon.core import ModelInfo
 from guerdon.critic_core import OperationInfo
 from guerdon.errors import InvalidRequest, Unavailable, UnknownModel
-from guerdon.judge_core import LabelTokens, Pair, Rubric, Sample
-from guerdon.next_tokens import NEXT_TOKENS
+from guerdon.kinds import all_kinds
+from guerdon.kinds.kind import Served, Tokenizer
+from guerdon.kinds.sum import Sum
 from guerdon.server.batching.jobs import Limits
-from guerdon.server.sums import Sum
-from guerdon.settings.config import JudgeConfig, RewardConfig, ServedModelConfig
-from guerdon.teacher_core import HeadFile, TokenLogprobs
+from guerdon.settings.config import RewardConfig, ServedModelConfig
+from guerdon.teacher_core import NEXT_TOKENS
 from guerdon.wire.forms.tokens import TextTokenizer
-
-Steps = Generator[None, None, ListLike[np.ndarray | InvalidRequest]]
-"""Tokenises in short steps; returns rows of ids, or their errors."""
-
-PairSteps = Generator[None, None, ListLike[Sequence | InvalidRequest]]
-"""The same for pairs of texts."""
-
-
-class Encoder(Protocol):
-    """Turns each text into ids, or into the error that it has; thread-safe."""
-
-    def encode(
-        self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
-    ) -> list[np.ndarray | InvalidRequest]: ...
-
-
-@runtime_checkable
-class Tokenizer(Encoder, Protocol):
-    """An encoder that also reads messages and decodes ids; a user's `tokenize_func` is not one."""
-
-    @property
-    def pair_start(self) -> str: ...
-
-    def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]: ...
-
-    def encode_in_steps(
-        self,
-        texts: list[str],
-        add_special_tokens: bool,
-        truncation: Truncation | None,
-        max_tokens: int | None,
-        *,
-        is_whole: bool = False,
-    ) -> Steps: ...
-
-    def encode_pairs(
-        self, pairs: ListLike[tuple[str, str]], add_special_tokens: bool = False
-    ) -> list[Sequence | InvalidRequest]: ...
-
-    def encode_pairs_in_steps(
-        self,
-        pairs: ListLike[tuple[str, str]],
-        add_special_tokens: bool,
-        truncation: Truncation | None,
-        max_tokens: int | None,
-        *,
-        is_whole: bool = False,
-    ) -> PairSteps: ...
-
-    def encode_messages_in_steps(
-        self,
-        conversations: list[list[Message]],
-        truncation: Truncation | None,
-        max_tokens: int | None,
-        *,
-        is_whole: bool = False,
-    ) -> Steps: ...
-
-    def render(self, conversation: list[Message]) -> str | InvalidRequest: ...
-
-    def render_prompts(self, conversations: list[list[Message]]) -> list[str | InvalidRequest]: ...
-
-    def pieces(self, tokens: np.ndarray) -> list[str]: ...
-
-    def texts_of(self, ids: np.ndarray) -> list[str]: ...
-
-
-class Served(Protocol):
-    """A worker's model in the service: its description, and its tokenisation."""
-
-    info: ModelInfo
-    encoder: Encoder | None
-    max_batch_tokens: int
-    takes_all: bool
-
-
-@runtime_checkable
-class Teacher(Served, Protocol):
-    """A model whose output head clients may fetch."""
-
-    def head_file(self) -> HeadFile: ...
-
-
-@runtime_checkable
-class Asked(Served, Protocol):
-    """A model that is asked about every sample, in words, as its rubric says."""
-
-    rubric: Rubric
-
-    def render(self, subject: Sample) -> list[str | InvalidRequest]: ...
-
-
-@runtime_checkable
-class Judge(Asked, Protocol):
-    """A language model that answers every sample's criteria, each by one of the `labels`."""
-
-    config: JudgeConfig
-    labels: LabelTokens
-
-    @property
-    def text(self) -> Tokenizer: ...
-
-    def render(self, subject: Sample | Pair) -> list[str | InvalidRequest]: ...
-
-    def explain(self, said: TokenLogprobs) -> str: ...
-
-    def encode_in_steps(self, texts: list[str]) -> Steps: ...
 
 
 def batch_limits(model: ServedModelConfig, served: Served, num_parts: int) -> Limits:
@@ -224,7 +114,7 @@ class Catalog:
         for info in infos:
             entry = self.entries.get(info.name)
             served = None if entry is None or (entry.served is None and not name) else entry.loaded()
-            encoder = served.text if isinstance(served, Judge) else None if served is None else served.encoder
+            encoder = None if served is None else all_kinds.of(info).tokenizer(served)
             if isinstance(encoder, TextTokenizer):
                 return info, encoder
         what = f"{infos[0].name} has no tokenizer" if name else "no model here has a tokenizer"
@@ -273,6 +163,4 @@ class Catalog:
 
 
 def _gives(info: ModelInfo, output: str) -> bool:
-    return output in (*info.outputs, *info.attribute_names) or (
-        output == NEXT_TOKENS and info.kind in ("teacher", "judge")
-    )
+    return output in (*info.outputs, *info.attribute_names) or (output == NEXT_TOKENS and info.max_top_k > 0)

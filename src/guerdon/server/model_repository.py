@@ -20,7 +20,6 @@ from typing import Any
 import orjson
 
 from guerdon.core import Command, ModelInfo, Signal
-from guerdon.critic_core import OperationInfo
 from guerdon.errors import (
     Forbidden,
     GuerdonError,
@@ -33,13 +32,15 @@ from guerdon.errors import (
     Unsupported,
     describe,
 )
+from guerdon.kinds import all_kinds
+from guerdon.kinds.kind import Served
 from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.batching.loops import Loops
 from guerdon.server.batching.orders import Order
-from guerdon.server.catalog import Catalog, Entry, Served
+from guerdon.server.catalog import Catalog, Entry
 from guerdon.server.logs import failure
-from guerdon.settings.config import ServedModelConfig
+from guerdon.settings.config import ServedModelConfig, ServerConfig
 
 log = logging.getLogger(__name__)
 
@@ -69,18 +70,18 @@ class Repository:
         catalog: Catalog,
         loops: Loops,
         group: Executor,
-        root: str | None,
+        config: ServerConfig,
         limits: Callable[[ServedModelConfig, Served], Limits],
         *,
         is_alone: bool,
     ) -> None:
-        """`root` is the folder of the checkpoints that may be loaded; None: each model only from where it came.
+        """`config` may name the folder of the checkpoints that may be loaded; else each model only from where it came.
 
         `limits` returns the limits of a model's batch. Unless `is_alone`, all ranks load between two batches, and
         nothing is scored meanwhile; a single process loads on a thread of its own.
         """
         self._catalog, self._loops, self._group = catalog, loops, group
-        self._root = None if root is None else Path(root)
+        self._root = None if config.model_repository is None else Path(config.model_repository)
         self._limits = limits
         self._is_alone = is_alone
         self._changing: set[str] = set()
@@ -113,15 +114,11 @@ class Repository:
     # -------------------------------------------------------------------------------------------- permission
 
     def _entry(self, name: str, what: str) -> Entry:
-        info = self._catalog.model(name)
-        if isinstance(info, OperationInfo):
+        info: Any = self._catalog.model(name)
+        if name in self._catalog.operations:
             raise Unsupported(f"{name} is an operation of a critic, and cannot be {what}; use the critic's own")
-        if info.kind == "sum":
-            raise Unsupported(f"{name} is a sum, and cannot be {what}; load its components: {info.why}")
-        if info.kind == "function":
-            raise Unsupported(f"{name} is a function, and cannot be {what}: it is code; restart the server for another")
-        if info.kind == "chat_judge":
-            raise Unsupported(f"{name} is a model of another server, and cannot be {what} here; restart with another")
+        if why := all_kinds.of(info).why_fixed(info, what):
+            raise Unsupported(why)
         if any(name == f"{operation.critic}_infer" for operation in self._catalog.operations.values()):
             raise Unsupported(f"{name} is a critic, and cannot be {what}; use its own operations load and offload")
         return self._catalog.entries[name]

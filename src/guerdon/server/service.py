@@ -13,19 +13,21 @@ from collections.abc import Sequence as ListLike
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.critic_core import ControlRequest, TrainRequest
 from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, RanksLost, Unavailable
-from guerdon.server import answers, judgements, reading, sums, tracing, triton
+from guerdon.kinds import all_kinds, samples
+from guerdon.kinds.kind import Asks, Served
+from guerdon.server import answers, reading, tracing, triton
 from guerdon.server.auth import Access
 from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.jobs import Job, Limits
 from guerdon.server.batching.loops import Loops
 from guerdon.server.batching.scheduler import Scheduler
-from guerdon.server.catalog import Catalog, Served, batch_limits
+from guerdon.server.catalog import Catalog, batch_limits
 from guerdon.server.critic.controller import Critic, OperationResult, UnreadRequest
 from guerdon.server.metrics import Metrics
 from guerdon.server.model_repository import Repository
 from guerdon.server.page.recorder import PageRecorder
 from guerdon.settings.config import ServedModelConfig, ServerConfig
-from guerdon.teacher_core import Decodes
+from guerdon.vocabulary import Decodes
 
 _BYTES_A_TOKEN = 8
 """Size of an id in binary form; text and JSON take about as much per token."""
@@ -77,19 +79,16 @@ class Service:
             group,
             [(model, served.info) for model, served in models],
             {served.info.name: Scheduler(own_limits(model, served), self.access.names) for model, served in models},
-            self._deliver,
+            lambda jobs: answers.deliver(jobs, self._asyncio),
             self.metrics,
             on_crash=self._end_after_crash,
             traces=self.traces,
             is_alone=is_alone,
         )
-        root = config.model_repository
-        self.repository = Repository(self.catalog, self.loops, group, root, own_limits, is_alone=is_alone)
+        self.repository = Repository(self.catalog, self.loops, group, config, own_limits, is_alone=is_alone)
         self.triton = triton.Family(self.metrics, self.catalog.names(), self.loops.requests)
         self.recorder = PageRecorder(config, self.metrics, self.catalog, self.loops.depth)
         self.metrics.watch(self.loops.depth, self.loops.requests, self.catalog.loaded, self.triton.text)
-
-    # ------------------------------------------------------------------------------------------------ scores
 
     async def score(
         self,
@@ -100,78 +99,88 @@ class Service:
         hold: answers.Hold = answers.hold_nothing,
         started: float | None = None,
     ) -> ScoreReply:
-        """Returns one result per sample, in order; cancelling the call drops unstarted sequences.
+        """Returns one result per sample, in order, or its error; cancelling the call drops what has not started.
 
         `hold` is called with what will be computed, and raises if its answer has no room. `started` is the monotonic
-        time of its arrival, by default now. A failed sample's result is its error. Raises InvalidRequest if the request
-        as a whole is wrong, Overloaded, Unavailable and DeadlineExceeded.
+        time of its arrival. Raises InvalidRequest for the whole request, Overloaded, Unavailable and DeadlineExceeded.
         """
-        tracing.tell(sequences=len(request))
-        if len(request) > self.max_request_sequences:
-            raise InvalidRequest(
-                f"the request has {len(request):,} samples, and this server takes at most "
-                f"{self.max_request_sequences:,}; send them in several requests, or start it with a larger "
-                "--max-request-sequences"
-            )
-        if name in self.catalog.sums:
-            return await self._score_sum(self.catalog.sums[name], request, client, hold)
-        entry, is_critics = self.catalog.entry(name), self.critic is not None and self.critic.scorer_name == name
-        if is_critics and (fault := self.critic.fault) is not None:  # type: ignore[union-attr]
-            raise fault
+        tracing.tell(sequences=(num_samples := len(request)))
+        self._check_size(name, request, num_samples, client)
         started = time.monotonic() if started is None else started
+        if (made := self.catalog.sums.get(name)) is not None:
+            parts = functools.partial(self.score, request=request, client=client, hold=hold, started=started)
+            await self._note(made.info, request, reply := await made.ask(request, parts), client)
+            self.metrics.components(name, made.statistics())
+            return reply
+        entry, critic = self.catalog.entry(name), self._critic_of(name)
         # A score may wait behind a train request for as long as that takes.
-        allowed_s = request.timeout_s or (None if is_critics else self.timeout_s)
+        allowed_s = request.timeout_s or (self.timeout_s if critic is None else None)
         try:
             async with asyncio.timeout(allowed_s):
-                served, sequences, errors, plan = await self.reader.read(entry, request, client)
-                accepted = [s for s, error in zip(sequences, errors, strict=True) if error is None]
-                hold(accepted, served.info)
+                asked = await self.reader.read(entry, request, client)
+                hold(accepted := asked.accepted(), asked.served.info)
                 job = Job(accepted, request.priority, started, client, started + (allowed_s or math.inf))
-                is_large = len(accepted) > reading.MANY_ROWS
-                if is_large:
+                if len(accepted) > reading.MANY_ROWS:
                     await self.reader.run(client, functools.partial(self.loops.price, name, job))
+                if critic is not None:
+                    await critic.wait_for_turn()
                 if accepted:
-                    assert self._asyncio is not None, "start() comes first"
-                    job.owner = scored = self._asyncio.create_future()
-                    job.traced = tracing.part(name)
-                    if is_critics:
-                        await self.critic.wait_for_turn()  # type: ignore[union-attr]
+                    job.owner, job.traced = asyncio.get_running_loop().create_future(), tracing.part(name)
                     self.loops.of[name].submit(name, job)
-                    try:
-                        await scored
-                    except asyncio.CancelledError:
-                        cancel = functools.partial(self.loops.of[name].cancel, name, job)
-                        cancel() if not is_large else self._asyncio.run_in_executor(None, cancel)
-                        raise
-                    finally:
-                        if job.traced is not None:
-                            job.traced.end(job.taken, len(accepted), job.num_tokens)
+                    await self._computed(job, name)
         except TimeoutError:
             raise DeadlineExceeded(f"not scored within the {allowed_s:g} s that it was allowed") from None
-        work = functools.partial(answers.assemble, job, served.info.weights_version, sequences, errors)
-        reply = await self.reader.run_if(len(sequences) > reading.MANY_ROWS, client, work)
-        reply = await judgements.reduced(served, plan, reply, self.metrics)
-        reply.text = served.encoder if isinstance(served.encoder, Decodes) else None
-        self.metrics.add("guerdon_received_tokens", job.num_tokens, name)
+        reply = await self._finish(asked, job, client)
         await self._note(entry.info, request, reply, client)
         return reply
 
-    async def _score_sum(self, made: sums.Sum, request: ScoreRequest, client: str, hold: answers.Hold) -> ScoreReply:
-        made.check(request)
-        started = time.monotonic()
-        replies = await sums.score_components(
-            made.components, lambda component: self.score(component, request, client, hold=hold, started=started)
-        )
-        await self._note(made.info, request, reply := made.combine(replies), client)
-        self.metrics.components(made.info.name, made.statistics())
+    async def _computed(self, job: Job, name: str) -> None:
+        """Waits for a job that is queued; drops it if cancelled."""
+        assert isinstance(job.owner, asyncio.Future) and self._asyncio is not None
+        try:
+            await job.owner
+        except asyncio.CancelledError:
+            cancel = functools.partial(self.loops.of[name].cancel, name, job)
+            cancel() if len(job.sequences) <= reading.MANY_ROWS else self._asyncio.run_in_executor(None, cancel)
+            raise
+        finally:
+            if job.traced is not None:
+                job.traced.end(job.taken, len(job.sequences), job.num_tokens)
+
+    async def _finish(self, asked: Asks, job: Job, client: str) -> ScoreReply:
+        """Makes the reply of a job that was computed."""
+        info = asked.served.info
+        work = functools.partial(answers.assemble, job, info.weights_version, asked.sequences, asked.errors)
+        reply = await self.reader.run_over(len(asked.sequences), client, work)
+        reply = await all_kinds.of(info).finish(asked, reply, self.metrics)
+        reply.text = asked.served.encoder if isinstance(asked.served.encoder, Decodes) else None
+        self.metrics.add("guerdon_received_tokens", job.num_tokens, info.name)
         return reply
+
+    def _check_size(self, name: str, request: ScoreRequest, num_samples: int, client: str) -> None:
+        if num_samples > self.max_request_sequences:
+            raise InvalidRequest(
+                f"the request has {num_samples:,} samples, and this server takes at most "
+                f"{self.max_request_sequences:,}; send them in several requests, or start it with a larger "
+                "--max-request-sequences"
+            )
+        if request.tokens is None and name in self.loops.of:  # texts for which there is no room are not tokenised
+            self.loops.of[name].check_room(name, num_samples, client=client)
+
+    def _critic_of(self, name: str) -> Critic | None:
+        """Returns the critic that gives values under this name, if any; raises ServerFault if it is broken."""
+        if self.critic is None or self.critic.scorer_name != name:
+            return None
+        if (fault := self.critic.fault) is not None:
+            raise fault
+        return self.critic
 
     async def _note(self, info: ModelInfo, request: ScoreRequest, reply: ScoreReply, client: str) -> None:
         """Counts an answered request."""
         lengths = reply.lengths
         if not any(lengths):
             num_read = max(len(request), *(map(len, request.messages or ())), 0)
-            estimate = functools.partial(reading.estimate_lengths, request)
+            estimate = functools.partial(samples.estimate_lengths, request)
             lengths = await self.reader.run_if(num_read > reading.MANY_ROWS, client, estimate)
         num_failed = self.metrics.reply(info.name, reply)
         tracing.tell(model=info.name, failed_sequences=num_failed, weights_version=reply.weights_version)
@@ -255,6 +264,3 @@ class Service:
         self.ready, self.loss = False, self.loss or self.loops.loss
         if not isinstance(self.loss, RanksLost):  # else `end_after_loss` answers the clients first
             self.end()
-
-    def _deliver(self, jobs: list[Job]) -> None:
-        answers.deliver(jobs, self._asyncio)

@@ -6,8 +6,8 @@ import dataclasses
 
 from guerdon.core import ModelInfo, ScoreRequest, Sequence, Truncation
 from guerdon.errors import InvalidRequest
+from guerdon.kinds.kind import Tokenizer
 from guerdon.messages import plain
-from guerdon.server.catalog import Tokenizer
 from guerdon.settings.config import ServedModelConfig
 
 

@@ -71,8 +71,7 @@ def to_reply(
     for name in request.outputs or known:
         field = known[name]
         if field is schema.LOSS:
-            assert isinstance(answer, TrainReport)
-            outputs.append(Tensor.of(name, np.array([answer.loss], np.float32)))
+            outputs.append(Tensor.of(name, np.array([getattr(answer, field.at)], np.float32)))
         elif field in _ESTIMATES:
             if (table := getattr(answer, field.at)) is not None:
                 outputs.append(Tensor.of(name, table))

@@ -80,18 +80,16 @@ def read(body: bodies.Octets, header_length: int | None, info: Info) -> tuple[In
 
 def to_request(request: InferRequest, info: Info) -> ServedRequest:
     """Returns the request that the tensors carry for the model or operation; raises InvalidRequest."""
-    if isinstance(info, OperationInfo):
-        return critic_tensors.to_request(request, info)
-    return score_tensors.to_request(request, info)
+    return _codec(info).to_request(request, info)
 
 
 def to_reply(reply: ServedReply, request: InferRequest, info: Info) -> InferReply:
     """Returns the tensors that answer `request`; raises a failed row's error unless the request asked for errors."""
-    if isinstance(info, OperationInfo):
-        assert not isinstance(reply, ScoreReply)
-        return critic_tensors.to_reply(reply, request, info)
-    assert isinstance(reply, ScoreReply)
-    return score_tensors.to_reply(reply, request, info)
+    return _codec(info).to_reply(reply, request, info)
+
+
+def _codec(info: Info) -> Any:
+    return critic_tensors if isinstance(info, OperationInfo) else score_tensors
 
 
 def to_error(error: GuerdonError) -> tuple[int, ErrorBody]:

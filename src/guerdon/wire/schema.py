@@ -116,7 +116,7 @@ TRAIN_REWARDS = Field("rewards", "FP32", "N T-1", "rewards", _TRAIN,
                       is_listed=False)
 TRAIN_PARENTS = replace(PARENTS, axes="N 1", has=_TRAIN)
 TRAIN_LENGTHS = replace(LENGTHS, axes="N 1", has=_TRAIN, is_listed=False)
-DUMMY = Field("dummy_var", "INT64", "1", "", lambda info: isinstance(info, OperationInfo) and not _TRAIN(info),
+DUMMY = Field("dummy_var", "INT64", "1", "", _does(*{*Operation} - {Operation.TRAIN, Operation.VALIDATE}),
               "without meaning: PyTriton's clients must send a tensor")
 METRICS = Field("metrics", "BYTES", "1", "metrics", _SAVE,
                 "a JSON object of at most 64 numbers that are kept with the checkpoint")
@@ -141,28 +141,28 @@ ERRORS = Field("errors", "BYTES", "B 1", "", _EVERY,
                "only if requested by name: empty, or why this sample failed", is_listed=False)
 
 # Outputs of teachers.
-LOGPROBS = Field("logprobs", "FP32", "B W", "logprobs.logprobs", _TEACHER,
+LOGPROBS = Field("logprobs", "FP32", "B W", "answer.logprobs", _TEACHER,
                  "of the actual tokens, padded with 0; W is the largest count")
-LOGPROB_COUNTS = Field("logprob_counts", "INT64", "B 1", "logprobs.num_asked", _TEACHER,
+LOGPROB_COUNTS = Field("logprob_counts", "INT64", "B 1", "answer.num_asked", _TEACHER,
                        "number of scored tokens per sample")
-TOP_IDS = Field("top_ids", "INT32", "B W K", "logprobs.top_ids", _TEACHER,
+TOP_IDS = Field("top_ids", "INT32", "B W K", "answer.top_ids", _TEACHER,
                 "the likeliest ids, best first, padded with -1", -1, is_listed=False)
-TOP_LOGPROBS = Field("top_logprobs", "FP32", "B W K", "logprobs.top_logprobs", _TEACHER,
+TOP_LOGPROBS = Field("top_logprobs", "FP32", "B W K", "answer.top_logprobs", _TEACHER,
                      "of `top_ids`, padded with 0", is_listed=False)
-TARGET_LOGPROBS = Field("target_logprobs", "FP32", "B W K", "logprobs.given_logprobs", _TEACHER,
+TARGET_LOGPROBS = Field("target_logprobs", "FP32", "B W K", "answer.given_logprobs", _TEACHER,
                         "of `target_ids`; 0 for pads", is_listed=False)
-ENTROPY = Field("entropy", "FP32", "B W", "logprobs.entropy", _TEACHER,
+ENTROPY = Field("entropy", "FP32", "B W", "answer.entropy", _TEACHER,
                 "of the whole distribution, in nats", is_listed=False)
-RANKS = Field("ranks", "INT32", "B W", "logprobs.ranks", _TEACHER,
+RANKS = Field("ranks", "INT32", "B W", "answer.ranks", _TEACHER,
               "number of ids at least as likely as the actual token, itself included", is_listed=False)
-NEXT_IDS = Field("next_ids", "INT32", "B K", "logprobs.next_ids", _TEACHER,
+NEXT_IDS = Field("next_ids", "INT32", "B K", "answer.next_ids", _TEACHER,
                  "the likeliest ids after the last token; K is 1 without `top_k`", -1, is_listed=False)
-NEXT_LOGPROBS = Field("next_logprobs", "FP32", "B K", "logprobs.next_logprobs", _TEACHER,
+NEXT_LOGPROBS = Field("next_logprobs", "FP32", "B K", "answer.next_logprobs", _TEACHER,
                       "of `next_ids`", is_listed=False)
-HIDDEN_STATES = Field("hidden_states", "", "N H", "logprobs.hidden", _TEACHER,
+HIDDEN_STATES = Field("hidden_states", "", "N H", "answer.hidden", _TEACHER,
                       "the head's input: a row per scored token, sample after sample",
                       is_listed=False)
-HIDDEN_OFFSETS = Field("hidden_offsets", "INT64", "B+1", "logprobs.hidden", _TEACHER,
+HIDDEN_OFFSETS = Field("hidden_offsets", "INT64", "B+1", "answer.hidden", _TEACHER,
                        "offsets of the samples' rows in `hidden_states`", is_listed=False)
 
 # Outputs of a critic's operations.
@@ -181,12 +181,13 @@ INPUTS = (
     *(DUMMY, METRICS, CHECKPOINT),
 )
 OPERATION_OUTPUTS = (LOSS, STATUS, STATE, REPORT, ADVANTAGES, OUT_RETURNS)
-OUTPUTS = (
+OUTPUTS = [
     *(REWARDS, ATTRIBUTES, VALUES, STEP_REWARDS, STEP_COUNTS, EXCEEDED, LOGPROBS, LOGPROB_COUNTS, OUT_LENGTHS),
     *(TOP_IDS, TOP_LOGPROBS, TARGET_LOGPROBS, ENTROPY, RANKS, NEXT_IDS, NEXT_LOGPROBS, HIDDEN_STATES, HIDDEN_OFFSETS),
     *(MORE_ATTRIBUTES, ERRORS),
     *OPERATION_OUTPUTS,
-)
+]
+MODEL_OUTPUTS = {field.name: field for field in OUTPUTS if field not in OPERATION_OUTPUTS}
 
 
 _UNIT = {"type": "number", "minimum": 0, "maximum": 1}
@@ -225,6 +226,13 @@ def outputs_of(info: Info) -> dict[str, Field]:
     found = {field.name: field for field in sorted(OUTPUTS, key=_is_extra) if field.has(info)}
     first = info.outputs if isinstance(info, ModelInfo) else ()
     return {name: found[name] for name in (*(name for name in first if name in found), *found)}
+
+
+def add_output(field: Field) -> None:
+    """Adds an output that only models of a new kind give."""
+    OUTPUTS.append(field)
+    MODEL_OUTPUTS[field.name] = field
+    outputs_of.cache_clear()
 
 
 def _is_extra(field: Field) -> bool:

@@ -34,7 +34,6 @@ _LARGEST_TEMPERATURE = 1e30
 
 _CONTENTS = {field.name for field in (schema.SENTENCES, schema.MESSAGES, schema.TOKENS, schema.INPUT_IDS)}
 _HINTS = (schema.GROUPS, schema.PROMPT_LENGTHS, schema.PROMPTS, schema.LABELS, schema.STEPS)
-_OUTPUTS = {field.name: field for field in schema.OUTPUTS if field not in schema.OPERATION_OUTPUTS}
 _NUMPY = {"FP32": np.float32, "INT32": np.int32, "BF16": np.uint16, "FP16": np.float16}
 
 
@@ -88,7 +87,7 @@ def to_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
     score.wants_rewards = request.outputs is None or schema.REWARDS.name in request.outputs
     score.is_whole = request.outputs is None or schema.ERRORS.name not in request.outputs
     if is_teacher:
-        score.queries = _to_queries(request, num_rows)
+        score.asks = _to_queries(request, num_rows)
     return score
 
 
@@ -109,7 +108,7 @@ def to_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) -> Infer
     elif requested is None:
         wanted = [field for field in schema.outputs_of(info).values() if field.is_listed]
     else:
-        wanted = [_OUTPUTS[name] for name in requested]
+        wanted = [schema.MODEL_OUTPUTS[name] for name in requested]
     outputs = [made for field in wanted if (made := _output(field, reply, request, info)) is not None]
     parameters = {"weights_version": reply.weights_version}
     columns = info.attribute_names
@@ -125,7 +124,7 @@ def table_bytes(reply: ScoreReply, info: ModelInfo) -> int:
     All rows of a table are as long as the longest.
     """
     if schema.LOGPROBS.has(info):
-        said = [r.logprobs.num_bytes for r in reply.results if isinstance(r, Score) and r.logprobs is not None]
+        said = [r.answer.num_bytes for r in reply.results if isinstance(r, Score) and r.answer is not None]
         return len(said) * max(said, default=0)
     return _NUMBER_BYTES * len(reply.results) * max(reply.lengths, default=0) if info.is_by_token else 0
 
@@ -322,7 +321,7 @@ def _to_queries(request: InferRequest, num_rows: int) -> list[LogprobQuery]:
 def _teacher_outputs(request: InferRequest) -> list[Field]:
     """Returns the requested outputs; if the request names none, those that its parameters and inputs ask for."""
     if request.outputs is not None:
-        return [_OUTPUTS[name] for name in request.outputs]
+        return [schema.MODEL_OUTPUTS[name] for name in request.outputs]
     found = [schema.LOGPROBS, schema.LOGPROB_COUNTS]
     if request.count("top_k"):
         found += [schema.TOP_IDS, schema.TOP_LOGPROBS]

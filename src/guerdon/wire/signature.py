@@ -147,7 +147,7 @@ def check_names(inputs: Iterable[str], outputs: Iterable[str] | None, info: Info
 
 def lacks_tokenizer(info: ModelInfo) -> bool:
     """Whether the model is a checkpoint without a tokenizer, which therefore takes no text."""
-    return not info.takes_text and info.kind not in ("function", "sum")
+    return not info.takes_text and info.is_checkpoint
 
 
 def why_no_text(info: ModelInfo) -> str:

@@ -17,7 +17,7 @@ import served
 from guerdon import CriticClient
 from guerdon.assembly import build_service
 from guerdon.errors import ConfigError
-from guerdon.server.front import api_docs, page_routes
+from guerdon.server.front import page_routes
 from guerdon.server.front.admission import Admission
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.access import KEYS_VARIABLE
@@ -110,7 +110,7 @@ def test_the_apis_page_gets_every_file_that_it_names_from_this_server(echo):
 
 
 def test_without_swagger_uis_files_the_answer_says_how_to_install_them(echo, monkeypatch):
-    monkeypatch.setattr(api_docs, "distribution", lambda name: distribution("not-" + name))
+    monkeypatch.setattr(page_routes, "distribution", lambda name: distribution("not-" + name))
     refused = echo.get("/dashboard/swagger.js")
     assert refused.status_code == 501
     assert "pip install" in refused.json()["error"]

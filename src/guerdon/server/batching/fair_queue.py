@@ -43,13 +43,8 @@ class _Line:
             return self.nearest[-1]
         return self.jobs[0][2] if self.jobs else None
 
-    def serve(self, job: Job, cost: int, most: int, *, has_time: bool) -> None:
-        """Charges tokens to a job; after `most` the turn passes to the others if the job `has_time`, and then back."""
-        if not self.nearest and job is not self.serving:
-            self.serving, self.served = job, 0
-        self.served += cost
-        if self.served < most:
-            return
+    def pass_on(self, *, has_time: bool) -> None:
+        """Passes the turn to the others if the first job `has_time`, and then back."""
         if self.nearest:
             self.nearest = []
         elif not has_time:
@@ -85,25 +80,33 @@ class FairQueue:
 
     def head(self) -> Job | None:
         """Returns the next job of the client that was charged least; if equal, the one that arrived first."""
-        best: _Line | None = None
+        best: tuple[_Line, Job] | None = None
         for client, line in list(self._lines.items()):
-            if line.next_job() is None:
+            if (job := line.next_job()) is None:
                 self._left_at[client] = line.at
                 del self._lines[client]
-            elif best is None or (line.at, line.jobs[0][1]) < (best.at, best.jobs[0][1]):
-                best = line
+            elif best is None or (line.at, line.jobs[0][1]) < (best[0].at, best[0].jobs[0][1]):
+                best = line, job
         if best is None:
             return None
-        self._at = best.at
-        return best.next_job()
+        self._at = best[0].at
+        return best[1]
 
     def charge(self, client: str, cost: int) -> None:
         """Charges computed tokens to a client with a waiting job."""
         self._lines[client].at += cost
 
-    def serve(self, job: Job, cost: int, most: int, *, has_time: bool) -> None:
-        """Counts tokens of the head's turn, which passes on after `most` of them if the job `has_time`."""
-        self._lines[job.client].serve(job, cost, most, has_time=has_time)
+    def serve(self, job: Job, cost: int, most: int) -> bool:
+        """Counts tokens of the head's turn; returns whether they are as many as a turn has at `most`."""
+        line = self._lines[job.client]
+        if not line.nearest and job is not line.serving:
+            line.serving, line.served = job, 0
+        line.served += cost
+        return line.served >= most
+
+    def pass_on(self, job: Job, *, has_time: bool) -> None:
+        """Passes the turn from the head to the client's other jobs if the head `has_time`, and then back."""
+        self._lines[job.client].pass_on(has_time=has_time)
 
     def drop(self, job: Job) -> None:
         """Notes that nothing of the job waits any more."""

@@ -17,10 +17,10 @@ class Job:
     """One accepted request: its sequences, and their results as they come in.
 
     Times are in seconds on the caller's clock: `arrived`, `deadline`, and `taken`, when the last sequence joined a
-    batch. `num_tokens` is all sequences' length; the `num_queued` sequences that no batch has taken yet cost about
-    `cost_left` tokens to compute. `costs` has each sequence's, as the groups in `priced_by` estimate it, and `keys` is
-    equal for those that begin alike. `weights_version` names the weights that gave the results. `owner` is the future
-    that the caller awaits.
+    batch. `num_sequences` counts all, `lengths` are their tokens and `num_tokens` the sum; the `num_queued` sequences
+    that no batch has taken yet cost about `cost_left` tokens to compute. `costs` has each sequence's, as the groups in
+    `priced_by` estimate it, and `keys` is equal for those that begin alike. `weights_version` names the weights that
+    gave the results. `owner` is the future that the caller awaits.
     """
 
     sequences: list[Sequence]
@@ -37,7 +37,9 @@ class Job:
     queued: list[bool] = field(default_factory=list)
     unanswered: int = 0
     num_queued: int = 0
+    num_sequences: int = 0
     num_tokens: int = 0
+    lengths: list[int] = field(default_factory=list)
     costs: list[int] = field(default_factory=list)
     keys: list[Hashable] = field(default_factory=list)
     priced_by: object = None
@@ -46,16 +48,12 @@ class Job:
     traced: Part | None = None
 
     def __post_init__(self) -> None:
-        self.results = [None] * len(self.sequences)
-        self.waiting = deque(range(len(self.sequences)))
-        self.queued = [True] * len(self.sequences)
-        self.unanswered = self.num_queued = len(self.sequences)
-        self.num_tokens = sum(s.num_tokens for s in self.sequences)
-
-    @property
-    def num_sequences(self) -> int:
-        """All sequences, computed ones included."""
-        return len(self.sequences)
+        self.unanswered = self.num_queued = self.num_sequences = count = len(self.sequences)
+        self.results = [None] * count
+        self.waiting = deque(range(count))
+        self.queued = [True] * count
+        self.lengths = [s.num_tokens for s in self.sequences]
+        self.num_tokens = sum(self.lengths)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,12 +75,6 @@ class Batch:
         for job, _ in self.entries:
             counts[job] = counts.get(job, 0) + 1
         return counts
-
-    def halves(self) -> tuple[Batch, Batch]:
-        """Returns two batches of half the sequences each."""
-        half = len(self.entries) // 2
-        first, second = self.costs[:half], self.costs[half:]
-        return Batch(self.entries[:half], first, sum(first)), Batch(self.entries[half:], second, sum(second))
 
 
 @dataclass(frozen=True, slots=True)

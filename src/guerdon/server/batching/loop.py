@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from guerdon.core import Command, Scored, Signal
 from guerdon.errors import GuerdonError, Overloaded, RanksLost, ServerFault, Unavailable
 from guerdon.server import tracing
-from guerdon.server.batching.budget import Budgets
-from guerdon.server.batching.halving import Executor, Halving, check_count
+from guerdon.server.batching.halving import Budgets, Executor, Halving, check_count
 from guerdon.server.batching.jobs import Batch, Job, Limits
 from guerdon.server.batching.orders import Order
 from guerdon.server.batching.recheck import Recheck
@@ -37,9 +36,10 @@ class Loop:
     crashes; then `loss` says why, and every waiting job fails. `recheck` is the share of results, by model, that is
     scored again by the plain forward, and compared as exactly as the model's `dtypes` allow.
 
-    An isolated function has a thread for each of its `num_children`, which takes one sample at a time: a sample that
-    runs to its deadline holds up a thread, but no other sample and no other model.
+    An isolated function has a thread for each of its `num_children`: a sample that runs to its deadline holds up one.
     """
+
+    _does, _do = "computes", "compute"
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Loop:
         self._recheck = Recheck(recheck or {}, dtypes or {}, metrics)
         self._budgets = Budgets(metrics)
         self._wake = threading.Condition()
-        self._is_stopping = self._is_closed = False
+        self._is_stopping = False
         self.loss: GuerdonError | None = None
         self._running: dict[object, tuple[str, Batch | Order]] = {}  # by thread, or what else runs it
         self._num_children = num_children
@@ -79,19 +79,19 @@ class Loop:
         for thread in self._threads:
             thread.start()
 
-    # ------------------------------------------------------------------------------- called by other threads
-
     def submit(self, model: str, job: Job) -> None:
         """Queues a job; raises Overloaded if the queue is full or the job would be late, Unavailable once stopping."""
         with self._wake:
-            self._check_accepting(_STOPPING_SCORES)
+            if self._is_stopping:
+                raise Unavailable(_STOPPING_SCORES)
             self._schedulers[model].add(job, time.monotonic())
             self._notify()
 
     def order(self, model: str, order: Order, *, finds_room: bool = False) -> None:
         """Queues an order behind all requests so far; raises as `submit`, but one that `finds_room` always has room."""
         with self._wake:
-            self._check_accepting(_STOPPING)
+            if self._is_stopping:
+                raise Unavailable(_STOPPING)
             self._schedulers[model].orders.add(order, finds_room=finds_room)
             self._notify()
 
@@ -132,19 +132,12 @@ class Loop:
 
     def requests(self) -> dict[str, tuple[int, int]]:
         """Returns the numbers of running (at least in part) and waiting requests and orders, by model."""
-        counts = {}
         with self._wake:
-            for name, scheduler in self._schedulers.items():
-                begun, num_waiting = scheduler.requests()
-                jobs, orders = self._running_work(name)
-                counts[name] = (len(begun.union(jobs)) + len(orders), num_waiting)
-        return counts
-
-    def _check_accepting(self, else_say: str) -> None:
-        if self._is_stopping:
-            raise Unavailable(else_say)
-
-    # ----------------------------------------------------------------------------------------------------- shutdown
+            found = {name: (s.requests(), self._running_work(name)) for name, s in self._schedulers.items()}
+        return {
+            name: (len(begun.union(jobs)) + len(orders), num_waiting)
+            for name, ((begun, num_waiting), (jobs, orders)) in found.items()
+        }
 
     @property
     def is_running(self) -> bool:
@@ -158,22 +151,22 @@ class Loop:
         """
         with self._wake:
             self._is_stopping = True
-            self._notify(for_all=True)
+            self._notify()
         self._join(timeout_s)
         return not self.is_running
 
     def close(self) -> None:
         """Ends the child processes of an isolated function, and with them what still runs; idempotent."""
-        if not self._num_children or self._is_closed:
-            return
-        self._is_closed = True
-        self._fail(Unavailable(_STOPPING_SCORES), *self._drop_all())
-        for name in self._schedulers:
-            self._group.execute(Command(Signal.UNLOAD, name))
+        if self._num_children:
+            self._fail(Unavailable(_STOPPING_SCORES), *self._drop_all())
+            for name in self._schedulers:
+                self._group.execute(Command(Signal.UNLOAD, name))
 
     def fail_waiting(self, loss: GuerdonError) -> None:
         """Fails all that waits; accepts nothing more, and no command follows the running one. Thread-safe."""
-        self._fail(loss, *self._drop_all(loss))
+        with self._wake:
+            self.loss, self._is_stopping = loss, True
+        self._fail(loss, *self._drop_all())
 
     def fail(self, loss: RanksLost, breaks_s: float) -> None:
         """Fails waiting jobs at once, and running ones unless they end within `breaks_s`; for other threads."""
@@ -181,9 +174,9 @@ class Loop:
         self._join(breaks_s)
         self._fail(loss, *self._running_work())
 
-    def _notify(self, *, for_all: bool = False) -> None:
-        """Wakes a thread, or all of them, to look at the queues; with the lock."""
-        self._wake.notify(len(self._threads) if for_all else 1)
+    def _notify(self) -> None:
+        """Has the threads look at the queues; with the lock."""
+        self._wake.notify_all()
 
     def _join(self, timeout_s: float) -> None:
         ends = time.monotonic() + timeout_s
@@ -191,13 +184,11 @@ class Loop:
             if thread.is_alive():
                 thread.join(max(0.0, ends - time.monotonic()))
 
-    def _drop_all(self, loss: GuerdonError | None = None) -> tuple[list[Job], list[Order]]:
-        """Empties the queues; after a `loss` nothing more is accepted."""
+    def _drop_all(self) -> tuple[list[Job], list[Order]]:
+        """Empties the queues."""
         with self._wake:
-            if loss is not None:
-                self.loss, self._is_stopping = loss, True
             dropped = [scheduler.drop_all() for scheduler in self._schedulers.values()]
-            self._notify(for_all=True)
+            self._notify()
         return [job for jobs, _ in dropped for job in jobs], [order for _, orders in dropped for order in orders]
 
     def _running_work(self, model: str = "") -> tuple[list[Job], list[Order]]:
@@ -220,12 +211,9 @@ class Loop:
             self._on_crash()
             self.fail_waiting(error)
             return
-        self._end_by(error, "the thread that computes has ended; nothing can be scored any more", "compute")
-
-    def _end_by(self, error: BaseException, told: str, ability: str) -> None:
-        """Fails all that waits and runs after an error that ends the thread; what the server cannot do any more."""
-        failure(log, logging.CRITICAL, told, error=error)
-        unknown = ServerFault(f"the server cannot {ability} any more; restart it")
+        what = "the thread that %s has ended; nothing can be scored any more"
+        failure(log, logging.CRITICAL, what, self._does, error=error)
+        unknown = ServerFault(f"the server cannot {self._do} any more; restart it")
         self.loss = loss = without_frames(error) if isinstance(error, ServerFault) else unknown
         self._on_crash()
         self.fail_waiting(loss)
@@ -264,8 +252,8 @@ class Loop:
                         failure(log, logging.ERROR, "%s: no memory to choose a batch", name, error=e)
                         self._wake.wait(_RECOVERS_S)
                         continue
-                    if late := scheduler.take_late():
-                        self._fail(Overloaded(_LATE, 1.0), late, [])
+                    if scheduler.late:
+                        self._fail(Overloaded(_LATE, 1.0), scheduler.take_late(), [])
                     if taken is not None:
                         self._turn.remove(name)
                         self._turn.append(name)
@@ -282,7 +270,8 @@ class Loop:
     def _compute(self, model: str, batch: Batch) -> None:
         started = time.monotonic()
         halving: Halving | None = None
-        parts = {job.traced: count for job, count in batch.jobs().items() if job.traced is not None}
+        counts = batch.jobs() if self._traces is not None else {}
+        parts = {job.traced: count for job, count in counts.items() if job.traced is not None}
         with tracing.batch(self._traces, model, parts, len(batch.entries), batch.num_tokens) as traced:
             try:
                 scored = check_count(self._group.execute(Command(Signal.FORWARD, model, batch.sequences)), batch)

@@ -95,15 +95,8 @@ class HeldBack:
     def __init__(self, room: Room, put: Callable[[Job], None]) -> None:
         self._room = room
         self._put = put
-        self._items: deque[Job | Order] = deque()  # never begins with a job
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `take` would return an order."""
-        return bool(self._items)
+        self.items: deque[Job | Order] = deque()
+        """In order of arrival; it never begins with a job."""
 
     def add(self, order: Order, *, finds_room: bool = False) -> None:
         """Queues an order behind everything; raises Overloaded if there is no room, unless it `finds_room` anyway."""
@@ -113,14 +106,14 @@ class HeldBack:
 
     def hold(self, item: Job | Order) -> None:
         """Queues an item for which there is room."""
-        self._items.append(item)
+        self.items.append(item)
         self._room.take(*_size(item))
 
     def drop(self, item: Job | Order) -> bool:
         """Removes an item; returns False if it was not there, as an order that has begun."""
-        if item not in self._items:
+        if item not in self.items:
             return False
-        self._items.remove(item)
+        self.items.remove(item)
         self._room.give(*_size(item))
         self._release()
         return True
@@ -129,29 +122,29 @@ class HeldBack:
         """Removes everything; returns the jobs and the orders."""
         jobs: list[Job] = []
         orders: list[Order] = []
-        for item in self._items:
+        for item in self.items:
             self._room.give(*_size(item))
             if isinstance(item, Order):
                 orders.append(item)
             else:
                 item.cancelled = True
                 jobs.append(item)
-        self._items.clear()
+        self.items.clear()
         return jobs, orders
 
     def take(self) -> Order | None:
         """Takes the first order out and releases the jobs behind it; None if there is none."""
-        if not self._items:
+        if not self.items:
             return None
-        order = self._items.popleft()
+        order = self.items.popleft()
         assert isinstance(order, Order)
         self._room.give(*_size(order))
         self._release()
         return order
 
     def _release(self) -> None:
-        while self._items and not isinstance(job := self._items[0], Order):
-            self._items.popleft()
+        while self.items and not isinstance(job := self.items[0], Order):
+            self.items.popleft()
             self._put(job)
 
 

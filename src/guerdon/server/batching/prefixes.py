@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Hashable
 from collections.abc import Sequence as ListLike
+from typing import Any
 
 from guerdon.core import MIN_SHARED, WHOLE_GROUP, Sequence, common_prefix
 from guerdon.server.batching.jobs import Job
@@ -32,7 +33,7 @@ class PrefixGroups:
         job.costs = []
         for i, s in enumerate(job.sequences):
             alike = groups.setdefault(job.keys[i], _Alike()).next(s) if self._is_on else 0
-            job.costs.append(s.num_tokens - alike + _answer_tokens(s))
+            job.costs.append(job.lengths[i] - alike + (0 if s.ask is None else _answer_tokens(s.ask)))
 
     def add(self, job: Job, numbers: ListLike[int]) -> None:
         """Adds sequences of a job that has its price."""
@@ -58,7 +59,8 @@ class PrefixGroups:
         """
         first = job.sequences[job.waiting[0]]
         if not self._is_on:
-            return [(job, job.waiting[0], first.num_tokens + _answer_tokens(first))]
+            cost = job.lengths[job.waiting[0]] + (0 if first.ask is None else _answer_tokens(first.ask))
+            return [(job, job.waiting[0], cost)]
         group = self._groups[job.keys[job.waiting[0]]]
         own = ((j, i) for j, i in group if j is job and j.queued[i])
         others = ((j, i) for j, i in group if j is not job and j.queued[i])
@@ -67,7 +69,7 @@ class PrefixGroups:
         for owner, i in itertools.chain(own, others):
             s = owner.sequences[i]
             alike = group_prefix.next(s)
-            cost = s.num_tokens - alike + _answer_tokens(s)
+            cost = owner.lengths[i] - alike + (0 if s.ask is None else _answer_tokens(s.ask))
             if len(members) == 1:
                 surplus = max(0, alike - budget // 2)
                 members[0] = (*members[0][:2], members[0][2] - surplus)
@@ -99,14 +101,14 @@ class _Alike:
         return alike if alike >= MIN_SHARED else 0
 
 
-def _answer_tokens(s: Sequence) -> int:
-    """Returns the cost of a teacher's answer, which stays in memory until the batch is done."""
-    return 0 if s.query is None else -(-s.query.answer_bytes // ANSWER_BYTES_A_TOKEN)
+def _answer_tokens(ask: Any) -> int:
+    """Returns what an answer adds to the cost, since it stays in memory until the batch is done."""
+    return -(-ask.answer_bytes // ANSWER_BYTES_A_TOKEN)
 
 
 def shared_tokens(members: list[tuple[Job, int, int]]) -> int:
     """Returns the length of the longest prefix that a group's members share with its first."""
-    return max((owner.sequences[i].num_tokens - cost for owner, i, cost in members[1:]), default=0)
+    return max((owner.lengths[i] - cost for owner, i, cost in members[1:]), default=0)
 
 
 def _key(s: Sequence) -> Hashable:

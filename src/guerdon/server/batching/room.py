@@ -79,11 +79,11 @@ class Room:
         limits already: so nothing is refused for ever, and at most one request exceeds the limits.
         """
         sequences, tokens = self.sequences, self.tokens
+        if sequences.has_room(client, num_sequences) and tokens.has_room(client, num_tokens):
+            return
         is_within = sequences.taken <= sequences.total and tokens.taken <= tokens.total
         is_too_large = num_sequences > sequences.most(client) or num_tokens > tokens.most(client)
         if is_within and (is_too_large or not sequences.held(client)):
-            return
-        if sequences.has_room(client, num_sequences) and tokens.has_room(client, num_tokens):
             return
         own = sequences.held(client)
         whose = f", {own} of them of {client}" if client else ""

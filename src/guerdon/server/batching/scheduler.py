@@ -20,6 +20,7 @@ from guerdon.core import WHOLE_GROUP
 from guerdon.server.batching.fair_queue import FairQueue
 from guerdon.server.batching.jobs import Batch, Job, Limits
 from guerdon.server.batching.orders import HeldBack, Order
+from guerdon.server.batching.padded import fill_padded
 from guerdon.server.batching.prefixes import PrefixGroups, shared_tokens
 from guerdon.server.batching.room import Pace, Room
 
@@ -43,7 +44,8 @@ class Scheduler:
         self._prefixes = PrefixGroups(is_on=limits.shares)
         self._batch = Batch()
         self._cost = 0  # tokens to compute for all that waits
-        self._late: list[Job] = []
+        self.late: list[Job] = []
+        """The jobs that `take` dropped because they could not meet their deadlines, until `take_late`."""
 
     def add(self, job: Job, now: float | None = None) -> None:
         """Accepts the whole job, or raises Overloaded if there is no room or it would miss its deadline.
@@ -51,10 +53,11 @@ class Scheduler:
         Ignores deadlines without `now`, and behind an order.
         """
         self.room.check(job.num_sequences, job.num_tokens, job.client)
-        if self.orders:
+        if self.orders.items:
             self.orders.hold(job)
             return
-        self._price(job)
+        if job.priced_by is not self._prefixes:
+            self.price(job)
         if now is not None and self.num_sequences:
             self._check_time(job, job.deadline - now)
         self.room.take(job.num_sequences, job.num_tokens, job.client)
@@ -62,7 +65,7 @@ class Scheduler:
 
     def check_coming(self, num_tokens: int, seconds_left: float, client: str) -> None:
         """Raises Overloaded if about so many tokens would be late; assumes the queue's share of shared tokens."""
-        if not self.orders and self.num_sequences:
+        if not self.orders.items and self.num_sequences:
             cost = num_tokens * self._cost // max(1, self.room.tokens.taken)
             self._check_time(Job([], client=client, cost_left=cost), seconds_left)
 
@@ -81,7 +84,7 @@ class Scheduler:
         for i in waiting:
             job.queued[i] = False
             self._prefixes.discard(job, i)
-        self.room.give(len(waiting), sum(job.sequences[i].num_tokens for i in waiting), job.client)
+        self.room.give(len(waiting), sum(job.lengths[i] for i in waiting), job.client)
         self.num_sequences -= len(waiting)
         self._cost -= sum(job.costs[i] for i in waiting)
         job.num_queued = job.cost_left = 0
@@ -116,7 +119,7 @@ class Scheduler:
         """Returns the waiting jobs that batches have taken in part, and how many requests wait whole, orders too."""
         waiting = list(self._queue)
         begun = {job for job in waiting if job.num_queued < job.num_sequences}
-        return begun, len(waiting) - len(begun) + len(self.orders)
+        return begun, len(waiting) - len(begun) + len(self.orders.items)
 
     def observe(self, seconds: float) -> None:
         """Measures the worker's speed from the last batch."""
@@ -124,12 +127,12 @@ class Scheduler:
 
     def starts_at(self) -> float | None:
         """Returns when the next batch or order may start: None if there is none, 0.0 for at once."""
-        if self._batch.entries or self.orders.is_ready:
+        if self._batch.entries or self.orders.items:
             return 0.0
         if not self.num_sequences:
             return None
         sizes = self.limits.batch_sizes
-        if self.orders or not sizes or self.num_sequences >= min(sizes):
+        if not sizes or self.num_sequences >= min(sizes):
             return 0.0
         return min(job.arrived for job in self._queue) + self.limits.max_delay_s
 
@@ -145,7 +148,7 @@ class Scheduler:
         if start is None or (start > now and not hurry):
             return None
         if self.limits.batch_sizes:
-            self._fill_padded(self._batch, now)
+            fill_padded(self._batch, self._queue, self.num_sequences, self.limits, now, self._take)
         else:
             self._fill(self._batch, now)
         batch, self._batch = self._batch, Batch()
@@ -157,8 +160,8 @@ class Scheduler:
         return batch
 
     def take_late(self) -> list[Job]:
-        """Returns the jobs that `take` dropped because they could not meet their deadlines."""
-        late, self._late = self._late, []
+        """Returns the jobs that are late, and forgets them."""
+        late, self.late = self.late, []
         return late
 
     def _fill(self, batch: Batch, now: float) -> None:
@@ -167,7 +170,7 @@ class Scheduler:
         while (job := self._queue.head()) is not None:
             if self._is_late(job, batch, now):
                 self.cancel(job)
-                self._late.append(job)
+                self.late.append(job)
                 continue
             members = self._prefixes.members(job, budget)
             room, wanted = budget - batch.num_tokens, sum(cost for *_, cost in members)
@@ -178,32 +181,15 @@ class Scheduler:
                 if batch.entries and batch.num_tokens + cost > budget and not is_whole:
                     return
                 self._take(batch, owner, i, cost)
-                if owner.client == job.client:
+                if owner.client == job.client and self._queue.serve(job, cost, (budget + 1) // 2):
                     has_time = not self.room.pace.is_late(2 * self._tokens_until_done(job, batch), job.deadline - now)
-                    self._queue.serve(job, cost, (budget + 1) // 2, has_time=has_time)
-
-    def _fill_padded(self, batch: Batch, now: float) -> None:
-        """Takes whole jobs until they reach the largest preferred number of sequences that waits.
-
-        If the first has waited its whole delay, all that waits joins, up to a budget's tokens, as in Triton's batcher.
-        """
-        num_sequences = len(batch.entries) + self.num_sequences
-        wanted = max((n for n in self.limits.batch_sizes if n <= num_sequences), default=num_sequences)
-        delay_s = self.limits.max_delay_s
-        first = min((job.arrived for job in self._queue), default=now)
-        is_late = 0 < delay_s <= now - first
-        while (job := self._queue.head()) is not None:
-            own = [(i, job.sequences[i].num_tokens) for i in job.waiting if job.queued[i]]
-            num_tokens = batch.num_tokens + sum(cost for _, cost in own)
-            if len(batch.entries) >= wanted and not (is_late and num_tokens <= self.limits.max_batch_tokens):
-                return
-            for i, cost in own:
-                self._take(batch, job, i, cost)
+                    self._queue.pass_on(job, has_time=has_time)
 
     def _put(self, job: Job) -> None:
         """Queues a job that `room` counts already."""
         self.num_sequences += job.num_sequences
-        self._price(job)
+        if job.priced_by is not self._prefixes:
+            self.price(job)
         self._cost += job.cost_left
         self._queue.push(job)
         self._prefixes.add(job, range(job.num_sequences))
@@ -213,22 +199,15 @@ class Scheduler:
         batch.costs.append(cost)
         batch.num_tokens += cost
         self._queue.charge(job.client, cost)
-        self._unqueue(job, i)
-        while job.waiting and not job.queued[job.waiting[0]]:
-            job.waiting.popleft()
-
-    def _unqueue(self, job: Job, i: int) -> None:
         job.queued[i] = False
         job.num_queued -= 1
         job.cost_left -= job.costs[i]
         self._cost -= job.costs[i]
-        self.room.give(1, job.sequences[i].num_tokens, job.client)
+        self.room.give(1, job.lengths[i], job.client)
         self.num_sequences -= 1
         self._prefixes.discard(job, i)
-
-    def _price(self, job: Job) -> None:
-        if job.priced_by is not self._prefixes:
-            self.price(job)
+        while job.waiting and not job.queued[job.waiting[0]]:
+            job.waiting.popleft()
 
     def _is_late(self, job: Job, batch: Batch, now: float) -> bool:
         """Whether a job cannot be done in time, even at once; one that has begun gets the benefit of the doubt.

@@ -36,18 +36,22 @@ class Shares:
     def take(self, client: str, amount: int) -> None:
         """Counts this much more for the client, even if there is no room."""
         self.taken += amount
-        if not self._clients:  # the common case, and this runs for every sequence
-            return
+        if self._clients:
+            self._move(client, amount)
+
+    def give(self, client: str, amount: int) -> None:
+        """Gives this much back."""
+        self.taken -= amount
+        if self._clients:
+            self._move(client, -amount)
+
+    def _move(self, client: str, amount: int) -> None:
         self._common_taken += self._from_common(client, amount)
         held = self._held.get(client, 0) + amount
         if held:
             self._held[client] = held
         else:
             self._held.pop(client, None)
-
-    def give(self, client: str, amount: int) -> None:
-        """Gives this much back."""
-        self.take(client, -amount)
 
     def most(self, client: str) -> int:
         """Returns the client's maximum without competitors."""

@@ -1,24 +1,26 @@
-"""Calls a judge's server: one question, one answer, repeated if the server is busy or cannot be reached."""
+"""Asks a judge in words about samples: calls its server, repeated if that is busy, and makes numbers of its answers."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
-import os
 import random
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 
-from guerdon.errors import ConfigError, SampleFailed
-from guerdon.server.chat_judge.answer_cache import Flight
+from guerdon.core import Score
+from guerdon.errors import NoVerdict, SampleFailed
+from guerdon.kinds.chat_judge import read_key
+from guerdon.server.chat_judge.answer_cache import AnswerCache, Flight, Spent
+from guerdon.server.chat_judge.parsing import AnswerParser, Unreadable
 from guerdon.server.metrics import Metrics
 from guerdon.settings.chat_judges import ChatJudgeConfig
-from guerdon.wire.chat_completions import ChatAnswer, read_answer, read_error
+from guerdon.wire.chat_completions import ChatAnswer, read_answer, read_error, write_request
 from guerdon.wire.inflate import ENCODINGS, Inflater
 
 log = logging.getLogger(__name__)
@@ -36,32 +38,6 @@ class _Failed(Exception):
     def __init__(self, text: str, outcome: str, is_final: bool = False, retry_after_s: float = 0.0) -> None:
         super().__init__(text)
         self.outcome, self.is_final, self.retry_after_s = outcome, is_final, retry_after_s
-
-
-def read_key(config: ChatJudgeConfig) -> str:
-    """Returns the judge's API key, "" if it needs none; raises ConfigError if it is missing."""
-    if config.api_key_env is not None:
-        if not (key := os.environ.get(config.api_key_env, "").strip()):
-            raise ConfigError(
-                f"the environment variable {config.api_key_env} is not set, which {config.name} takes its API key from",
-                "set it, or correct api_key_env",
-            )
-        return _checked(key, config.name)
-    if config.api_key_file is not None:
-        try:
-            return _checked(Path(config.api_key_file).read_text(encoding="utf-8").strip(), config.name)
-        except (OSError, UnicodeDecodeError) as e:
-            why = e.strerror if isinstance(e, OSError) else "it is no text"
-            raise ConfigError(
-                f"cannot read the API key of {config.name}: {config.api_key_file}: {why}", "correct it"
-            ) from e
-    return ""
-
-
-def _checked(key: str, name: str) -> str:
-    if not key or not key.isascii() or not key.isprintable():
-        raise ConfigError(f"the API key of {name} is empty, or has characters that no key has", "correct it")
-    return key
 
 
 class Caller:
@@ -178,3 +154,93 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
         return max(0.0, (until - now).total_seconds())
     except (TypeError, ValueError):
         return 0.0
+
+
+class Asker:
+    """Asks one judge about samples. Belongs to one asyncio loop."""
+
+    def __init__(self, config: ChatJudgeConfig, cache: AnswerCache, metrics: Metrics) -> None:
+        self.config = config
+        self._cache, self._metrics, self._name = cache, metrics, config.name
+        self._caller = Caller(config, read_key(config), metrics)
+        self._parser = AnswerParser(config.parse)
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._num_calling = 0
+        self._more = dict(config.extra or {})
+        for name in ("temperature", "max_tokens"):
+            if (value := getattr(config, name)) is not None:
+                self._more[name] = value
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._caller.close()
+
+    async def score(self, question: str) -> Score:
+        """Returns the mean of the answers' values; raises SampleFailed if one has none, StorageFailed."""
+        body = write_request(self.config.model, question, self.config.system, self._more)
+        try:
+            async with asyncio.TaskGroup() as group:
+                values = [group.create_task(self._value(body, k)) for k in range(self.config.samples)]
+        except BaseExceptionGroup as e:
+            raise e.exceptions[0] from None
+        return Score(sum(value.result() for value in values) / len(values))
+
+    async def _value(self, body: bytes, sample: int) -> float:
+        """Returns the value of the first readable answer among the tries."""
+        num_tries = 1 + self.config.parse_retries
+        why = ""
+        for i in range(num_tries):
+            try:
+                return self._parser.read(await self._answer(body, f"{sample}.{i}"))
+            except Unreadable as e:
+                why = str(e)
+                self._metrics.add("guerdon_judge_parse_failures", 1, self._name)
+        raise NoVerdict(f"{self._name}: none of {num_tries} answers can be read; of the last, {why}")
+
+    async def _answer(self, body: bytes, number: str) -> ChatAnswer:
+        """Returns the answer of that number to the question, kept or asked for."""
+        key = hashlib.sha256(body + b"\n" + number.encode()).digest()
+
+        async def fetch(flight: Flight) -> ChatAnswer:
+            async with self._slots:
+                self._check_budget()
+                self._num_calling += 1
+                try:
+                    answer = await self._caller.call(body, flight)
+                finally:
+                    self._num_calling -= 1
+            self._count(answer)
+            return answer
+
+        answer, was_kept = await self._cache.get(key, self._name, fetch)
+        if was_kept:
+            self._metrics.add("guerdon_judge_kept_answers", 1, self._name)
+        return answer
+
+    def _check_budget(self) -> None:
+        """Raises SampleFailed if the budget does not allow one more call."""
+        shares = [0.0]
+        for what, used, most in self._used():
+            shares.append(used / most)
+            self._metrics.set("guerdon_judge_budget_used", max(shares), self._name)
+            if used >= most:
+                raise SampleFailed(
+                    f"{self._name}: its budget is spent: {what} {used:,.10g} of {most:,.10g} since the folder "
+                    f"{self.config.cache} was begun; raise budget.{what}, or leave the judge out"
+                )
+
+    def _used(self) -> list[tuple[str, float, float]]:
+        """Returns the used budget and the total."""
+        budget, spent = self.config.budget, self._cache.spent.get(self._name, Spent())
+        all_of_it = (
+            ("calls", spent.calls + self._num_calling, budget.calls),
+            ("tokens", spent.prompt_tokens + spent.completion_tokens, budget.tokens),
+            ("cost", self.config.cost(spent.prompt_tokens, spent.completion_tokens), budget.cost),
+        )
+        return [(what, used, most) for what, used, most in all_of_it if most is not None]
+
+    def _count(self, answer: ChatAnswer) -> None:
+        self._metrics.add("guerdon_judge_prompt_tokens", answer.prompt_tokens, self._name)
+        self._metrics.add("guerdon_judge_completion_tokens", answer.completion_tokens, self._name)
+        if cost := self.config.cost(answer.prompt_tokens, answer.completion_tokens):
+            self._metrics.add("guerdon_judge_cost", cost, self._name)

@@ -5,13 +5,194 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
-from guerdon.server.chat_judge.json_objects import NoObject, ObjectFinder
-from guerdon.server.chat_judge.whole_verdicts import goes_on, is_taken_back
 from guerdon.settings.chat_judges import ParseConfig
 from guerdon.thinking import answer_of
 from guerdon.wire.chat_completions import ChatAnswer
+
+_BRACKET = re.compile(r"[{}]|\[(?=\s*(?:[\"{\[\d-]|true|false|null))")
+"""What may begin an object or a list of values, and a brace that ends nothing; other brackets are the text's own."""
+_OPENING = re.compile(r'\{\s*["{}]|\[')
+"""How JSON begins; braces of formulas and code do not."""
+_HOLDS_OBJECTS = re.compile(r"\[\s*\{")
+_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
+_MOST_BROKEN = 1000
+"""JSON that cannot be read, of one answer; each costs time in proportion to the answer's length."""
+_TWICE = object()
+
+
+class NoObject(Exception):
+    """There is no such object, or it is ambiguous; the text says why."""
+
+
+class ObjectFinder:
+    """Finds the last top-level object of a text with the `key`."""
+
+    def __init__(self, key: str) -> None:
+        self._key, self._mention = key, re.compile(rf"(?<!\w){re.escape(key)}[\"']?\s*:")
+        # Judges write line breaks into strings as they are.
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._make, strict=False)
+
+    def is_whole(self, text: str) -> bool:
+        """Whether the text is one JSON object and nothing else."""
+        text = text.strip()
+        try:
+            made, end = self._decoder.raw_decode(text)
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(made, dict) and end == len(text)
+
+    def value(self, text: str) -> Any:
+        """Returns the key's value in that object.
+
+        Raises NoObject if there is none, if the key appears after it in a list, in an inner object or in a malformed
+        one, if the object has the key twice, if braces do not match, or if anything is nested too deep.
+        """
+        found, is_hidden, at, num_broken = None, False, 0, 0
+        while (bracket := _BRACKET.search(text, at)) is not None:
+            start, made = bracket.start(), None
+            if bracket[0] == "}":
+                raise NoObject("its braces do not match")
+            try:
+                if _OPENING.match(text, start):
+                    made, at = self._decoder.raw_decode(text, start)
+            except RecursionError:
+                raise NoObject("its JSON is nested too deep") from None
+            except ValueError:
+                num_broken += 1
+                if num_broken > _MOST_BROKEN:
+                    raise NoObject("too much of it looks like JSON and is none") from None
+            if made is None and bracket[0] == "[" and not _HOLDS_OBJECTS.match(text, start):
+                at = start + 1  # a bracket of the text
+                continue
+            if made is None:
+                at = _end_of_group(text, start)
+            if isinstance(made, dict) and self._key in made:
+                found, is_hidden = made, False
+            elif self._mention.search(_ESCAPE.sub(lambda found: chr(int(found[1], 16)), text[start:at])):
+                is_hidden = True
+        if is_hidden:
+            raise NoObject(f"the last {self._key!r} is in malformed JSON, in an inner object, or in a list")
+        if found is None:
+            raise NoObject(f"there is no JSON object with the key {self._key!r}")
+        if found[self._key] is _TWICE:
+            raise NoObject(f"its JSON object has the key {self._key!r} twice")
+        return found[self._key]
+
+    def _make(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if sum(key == self._key for key, _ in pairs) > 1:
+            made[self._key] = _TWICE
+        return made
+
+
+def _end_of_group(text: str, start: int) -> int:
+    """Returns where the bracket is closed, whatever is in strings; the text's end if it is not."""
+    kinds = "[{}]" if text[start] == "{" else r"[\[\]]"
+    depth = 0
+    for bracket in re.compile(kinds).finditer(text, start):
+        depth += 1 if bracket[0] == text[start] else -1
+        if not depth:
+            return bracket.end()
+    return len(text)
+
+
+_GAP, _DASH, _TIMES = r"[ \t\u00a0\u2009\u202f]", r"\-−‐‑–—﹣－~", r"+×·^±"
+_BEFORE_NUMBER = re.compile(
+    rf"""(?: _ | \d [.,:'’٫٬…] | \d \*{{1,2}} | \d [eE] [-+]?  # of 1_0, 7.5, 2**3 and 1e-1 only the end was found
+       | \d {_GAP}? [/⁄{_DASH}{_TIMES}] {_GAP}?               # 7/10, 4 - 7
+       | \d {_GAP}+ (?:or|to|(?:out{_GAP})?of) {_GAP}+        # 7 out of 10
+       | (?<![\w.]) \.                                        # .5
+       | (?<![^\W\d_]) [{_DASH}] | [<≤≥≈] {_GAP}?              # -7, and not Score-7; < 7
+    )$""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_AFTER_NUMBER = re.compile(
+    rf"""[a-z_] | \\?[.,:'’٫٬…]+ \d | \s* [.٫] \d | \*{{1,2}} [.,]? \d | {_GAP}? [‰‱]  # 1e1, 7k, 1_0, 7.5, 7,5, 7..10
+       | {_GAP}? (?:[{_DASH}{_TIMES}:|→*/⁄] | -> | \+/-) {_GAP}? \d                # 7-10, 7 × 10, 7 : 10, 7 -> 5
+       | {_GAP}? (?:[½⅓⅔¼¾⅕⅛] | &\w+;)                                          # 7 ½
+       | {_GAP}? [\u2009\u202f] {_GAP}? \d | {_GAP} \d{{3}} (?!\d) | {_GAP} \d+ [/⁄] \d  # 1 000, 7 1/2
+       | {_GAP}+ (?:or|to|through|thru|until|plus|minus|times|x|over|and|&|e-?) {_GAP}* [\d½]
+       | {_GAP}+ (?:(?:and|&){_GAP}(?:an?{_GAP})?)? (?:half|halves|quarters?|thirds?|tenths?) \b
+       | {_GAP}+ (?:point|dot|percent|per{_GAP}cent|hundred|thousand|million|dozen|divided{_GAP}by) \b
+       | {_GAP}* (?:/|out{_GAP}of|of) {_GAP}* (?:one|two|three|four|five|six|seven|eight|nine|ten|twenty|hundred) \b
+       | {_GAP}+ (?:\w+{_GAP}+)? (?:of|on{_GAP}an?{_GAP}scale) \b [^.\n]{{0,24}} \d     # 7 stars of 5
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+_SCALE = re.compile(
+    rf"[*`)\]}}\"'$]{{,3}}{_GAP}*\(?(?:[%％٪]|(?:[/⁄]|(?:out{_GAP})?of{_GAP}(?:a{_GAP}possible{_GAP})?){_GAP}*(\d+(?:\.\d+)?))",
+    re.IGNORECASE,
+)
+"""What may follow a number of a scale; marks around the number may end before it."""
+_BEFORE_WORD = re.compile(
+    r"(?:[^\W_]|[^\W_][-_'’/]|(?:\b(?:not|no|never|hardly|neither|nor)|n['’]t)\s+(?:\w+\s+){0,2})$", re.IGNORECASE
+)
+_AFTER_WORD = re.compile(r"[^\W_]|[-_'’/][^\W_]|\s+or\s+\w", re.IGNORECASE)
+_END = r"[\s*_`\"')\]}]*"
+_CONTRAST = rf"{_END}[,;:(–—-]*\s*(?:but|however|yet|though|although|except|or|and\s+yet)\b"
+_RETRACTION = (
+    rf"{_END}[,;:(.!…–—-]*\s*(?:no(?:pe)?(?=\s*[,.:;!–—-])|wait|actually|rather|correction|sorry|hmm+|instead|i\s+mean|make\s+(?:that|it)|"
+    r"on\s+second\s+thought|scratch\s+that)\b"
+)
+"""What takes a verdict back may begin the next sentence; there, what contrasts is about another thing."""
+_TAKEN_BACK = re.compile(
+    rf"(?:{_CONTRAST}|{_RETRACTION})[^.!?\n]{{0,40}}?(?<![\w.])\d+(?:[.,/]\d+)?\s*(?:[.,;!?)*/]|$|\n|out\s+of|of\s+\d)",
+    re.IGNORECASE,
+)
+"""Matches another number after a number, which nothing is counted by."""
+_CONTEXT = 24
+"""Characters of the text that are looked at before a verdict."""
+
+
+def is_taken_back(text: str, end: int, others: Iterable[str] | None = None) -> bool:
+    """Whether the sentence after a verdict, which ends at `end`, names another, such as `good, but bad`.
+
+    Others are `others`; without them, numbers.
+    """
+    if others is None:
+        return _TAKEN_BACK.match(text, end) is not None
+    words = "|".join(re.escape(other) for other in others if other)
+    behind = rf"[^.!?\n]{{0,80}}?(?<!\w)(?:{words})(?!\w)"
+    return (
+        bool(words)
+        and re.compile(rf"(?:{_CONTRAST}|{_RETRACTION}){behind}", re.IGNORECASE).match(text, end) is not None
+    )
+
+
+def goes_on(text: str, start: int, end: int, highest: float | None = None) -> bool:
+    """Whether the verdict in `text[start:end]` is a part of a longer number or word, or of a range, sum or fraction.
+
+    A number of a scale, such as 7/10, 7 out of 10 or 70%, is whole if the scale ends at `highest`.
+    """
+    before = text[max(0, start - _CONTEXT) : start]
+    first, last = text[start : start + 1], text[end - 1 : end]
+    if first.isnumeric() or first in (".", "+", "-"):
+        is_thousands = first.isnumeric() and re.fullmatch(r"\d{3}", text[start:end]) is not None
+        if (
+            before[-1:].isnumeric()
+            or _BEFORE_NUMBER.search(before)
+            or (first in ("+", "-") and re.search(rf"\w{_GAP}?$", before))
+            or (is_thousands and re.search(rf"\d{_GAP}$", before))
+        ):
+            return True
+    elif first.isalpha() and _BEFORE_WORD.search(before):
+        return True
+    if last.isnumeric() or last == ".":
+        return _number_goes_on(text, end, highest)
+    return last.isalpha() and _AFTER_WORD.match(text, end) is not None
+
+
+def _number_goes_on(text: str, end: int, highest: float | None) -> bool:
+    if scale := _SCALE.match(text, end):
+        most = 100.0 if scale[1] is None else float(scale[1])
+        end = scale.end()
+        if most != highest or (scale[1] is not None and _SCALE.match(text, end)):
+            return True
+    return text[end : end + 1].isnumeric() or _AFTER_NUMBER.match(text, end) is not None
+
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?", re.ASCII)
 _SHOWN = 120

@@ -155,9 +155,10 @@ class Critic:
         Offloaded, StorageFailed, TrainFailed, ServerFault, and DeadlineExceeded after the request's `timeout_s`.
         """
         what, timeout_s = str(operation), None
+        unread: Any = None if isinstance(asked, TrainRequest | ControlRequest) else asked
         try:
             async with self._turn:
-                request = asked if isinstance(asked, TrainRequest | ControlRequest) else await asked.read()
+                request: Any = asked if unread is None else await unread.read()
                 timeout_s = request.timeout_s
                 if isinstance(request, ControlRequest):
                     order, is_known = Order(self._work(operation, request), client=client, name=what), False
@@ -176,8 +177,8 @@ class Critic:
             raise
         del request  # frees its arrays if the same request waits already
         if is_known:
-            if not isinstance(asked, TrainRequest | ControlRequest):
-                asked.release()
+            if unread is not None:
+                unread.release()
             self.metrics.add("guerdon_train_requests", 1, self.name, "known")
         return await self._outcome_of(order, operation, what, timeout_s, loop, is_known=is_known)
 
@@ -267,13 +268,12 @@ class Critic:
                 self.metrics.observe("guerdon_journal_seconds", journalled - started, self.name)
             try:
                 with self._withdrawing(position):
-                    report = group.execute(Command(Signal.TRAIN, self.name, train=request))
+                    report: TrainReport = group.execute(Command(Signal.TRAIN, self.name, ask=request))
             except TrainFailed as e:
                 self._look_for_fault()
                 with self._showing():
                     self.store.finish(request, position, TrainOutcome(digest, None, str(e), e.num_steps))
                 raise
-            assert isinstance(report, TrainReport)
             self.metrics.observe("guerdon_train_seconds", time.monotonic() - journalled, self.name)
             self.progress.count(report)
             with self._showing():
@@ -289,8 +289,7 @@ class Critic:
     def _validate(self, request: TrainRequest, group: Executor) -> TrainReport:
         self._check_present("validate")
         request = self._estimated(request, group)
-        report = group.execute(Command(Signal.VALIDATE, self.name, train=request))
-        assert isinstance(report, TrainReport)
+        report: TrainReport = group.execute(Command(Signal.VALIDATE, self.name, ask=request))
         if request.rewards is None:
             return report
         return dataclasses.replace(report, advantages=request.advantages, returns=request.returns)
@@ -303,8 +302,7 @@ class Critic:
         """
         if request.rewards is None:
             return request
-        estimated = group.execute(Command(Signal.ESTIMATE, self.name, train=request))
-        assert isinstance(estimated, TrainRequest)
+        estimated: TrainRequest = group.execute(Command(Signal.ESTIMATE, self.name, ask=request))
         return estimated
 
     def _work(self, operation: Operation, request: ControlRequest) -> Callable[[Executor], OperationResult]:

@@ -427,7 +427,7 @@ class Store:
             lead(Command(Signal.LOAD, self._name, folder=str(source.folder), lineage=record.position))
             self.returned_to(source)
             return
-        command = Command(Signal.TRAIN, self._name, train=record.request, first_steps=record.num_steps)
+        command = Command(Signal.TRAIN, self._name, ask=record.request, first_steps=record.num_steps)
         report: TrainReport = lead(command)
         if record.num_steps is None:
             outcome = TrainOutcome(record.digest, report)

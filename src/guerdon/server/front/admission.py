@@ -172,7 +172,7 @@ class Visit(Place):
         self._model = ""
         self._body_bytes: int | None = None
         """The size of its body; None until it has entered."""
-        self._is_read = False
+        self._is_read = self._is_operation = False
         self._num_tables = 0
         self._keeps_bytes = False
 
@@ -184,7 +184,7 @@ class Visit(Place):
         info = await exchange.read(self)
         self._is_read, self._num_tables = True, exchange.num_tables
         decode, num_bytes = functools.partial(exchange.take_decoder(), info), exchange.num_bytes
-        if isinstance(info, OperationInfo):
+        if self._is_operation:
             self._unread = decode, num_bytes
             return info, self
         self.tensors, request = decode() if num_bytes <= INLINE_BYTES else await self.run(decode, num_bytes)
@@ -201,7 +201,7 @@ class Visit(Place):
 
     def ask(self, info: ModelInfo | OperationInfo, request: Any) -> Coroutine[Any, Any, Any]:
         """Returns the coroutine that answers the request."""
-        if isinstance(info, OperationInfo):
+        if request is self:
             return self._service.call(info.name, request, self._client)
         if request is None:
             return _nothing(info)
@@ -220,18 +220,21 @@ class Visit(Place):
             self.take()
         self._service.check_ready()
         self._body_bytes = num_bytes
-        self._check_queue()
+        if self._model:
+            self._service.check_room(self._model, self._client, num_bytes)
 
     def find(self, name: str, version: str = "") -> ModelInfo | OperationInfo:
         """Finds the model or operation of that name; raises UnknownModel, Forbidden if the role does not allow it."""
         self._asked_name = name
         self.count_as(name if name in self._names else UNKNOWN)
         info = self._service.catalog.model(name, version)
-        if isinstance(info, OperationInfo):
+        self._is_operation = isinstance(info, OperationInfo)
+        if self._is_operation:
             self._caller.need(Role.TRAIN, info.name)
         else:
             self._model = name
-            self._check_queue()
+            if self._body_bytes is not None:
+                self._service.check_room(self._model, self._client, self._body_bytes)
         return info
 
     def find_scorer(self, name: str, output: str = "rewards", *, has_samples: bool = True) -> ModelInfo:
@@ -240,13 +243,9 @@ class Visit(Place):
         self.count_as(info.name)
         if has_samples:
             self._model = info.name
-            self._check_queue()
+            if self._body_bytes is not None:
+                self._service.check_room(self._model, self._client, self._body_bytes)
         return info
-
-    def _check_queue(self) -> None:
-        """Raises Overloaded if the model's queue has no room, before the request is decoded."""
-        if self._body_bytes is not None and self._model:
-            self._service.check_room(self._model, self._client, self._body_bytes)
 
     def check_time(self, num_bytes: int, timeout_s: float | None) -> None:
         """Raises Overloaded if the request, of which only `timeout_s` is read, would be late behind the queue."""
@@ -322,7 +321,7 @@ class Admission:
             return UNKNOWN
 
 
-async def _nothing(info: ModelInfo) -> ScoreReply:
+async def _nothing(info: Any) -> ScoreReply:
     """Answers a form's request without samples."""
     return ScoreReply([], [], info.weights_version)
 

@@ -313,14 +313,14 @@ class HttpConnection(HttpToolsProtocol):
         """Called with a part of the request's target."""
         if self._is_repeating:
             return
-        self._count_head(len(url))
+        self._num_head += len(url)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Called with a header; trailers are ignored, since the request was accepted without them."""
         if not self._is_in_head:
             return
-        self._count_head(len(name) + len(value) + 4)
+        self._num_head += len(name) + len(value) + 4
         if len(self.headers) >= _MOST_HEADERS:
             raise _Refused(431, f"the request has more than {_MOST_HEADERS} headers")
         super().on_header(name, value)
@@ -397,16 +397,13 @@ class HttpConnection(HttpToolsProtocol):
             rests = self._is_known and not self._is_in_body
             self._limit_s = limits.idle_timeout_s if rests else limits.header_timeout_s
 
-    def _count_head(self, num_bytes: int) -> None:
-        self._num_head += num_bytes
-        if self._num_head > _MOST_HEAD_BYTES:
-            raise _Refused(431, f"the request's head has more than {_MOST_HEAD_BYTES} bytes")
-
     def _check_head(self) -> bytes:
         """Returns the header that frames the body, empty if there is none.
 
         Refuses heads that another parser might read differently (smuggling).
         """
+        if self._num_head > _MOST_HEAD_BYTES:
+            raise _Refused(431, f"the request's head has more than {_MOST_HEAD_BYTES} bytes")
         version = self.parser.get_http_version()
         if version not in ("1.1", "1.0"):
             raise _Refused(400, f"this server speaks HTTP/1.1, not {version}")

@@ -23,6 +23,10 @@ _PYTRITONS = PYTRITONS_HEADER.encode()
 _HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/\\?#\s]+))(?::\d{0,5})?")
 
 
+_MOST_HOSTS, _MOST_HOST_BYTES = 64, 256
+"""Of the Host headers that have passed, so many short ones are remembered, and not parsed again."""
+
+
 class Guard:
     """Lets requests pass that have a key, if there are keys, and that no foreign page has sent.
 
@@ -33,6 +37,7 @@ class Guard:
         self._admission = admission
         self._access = admission.service.access
         self._own_names = _own_names(config, bool(self._access.names))
+        self._own_hosts: set[bytes | None] = set()  # some that have passed
 
     def admit(self, request: HttpRequest) -> Caller | None:
         """Returns who asks, None if the path is open to all; raises Unauthenticated and Forbidden."""
@@ -58,8 +63,10 @@ class Guard:
 
     def _check_origin(self, headers: dict[bytes, bytes]) -> None:
         _check_page(headers)
-        if self._own_names is not None:
-            _check_host(headers.get(b"host"), self._own_names)
+        if self._own_names is not None and (host := headers.get(b"host")) not in self._own_hosts:
+            _check_host(host, self._own_names)
+            if host is not None and len(host) <= _MOST_HOST_BYTES and len(self._own_hosts) < _MOST_HOSTS:
+                self._own_hosts.add(host)
 
 
 def _check_page(headers: dict[bytes, bytes]) -> None:

@@ -29,8 +29,8 @@ from guerdon.errors import (
     Unavailable,
     Unsupported,
 )
+from guerdon.kinds.kind import GivesHead
 from guerdon.server import logs, status, tracing
-from guerdon.server.catalog import Teacher
 from guerdon.server.front.admission import Admission, Exchange, Place, Visit
 from guerdon.server.front.guard import Guard
 from guerdon.server.front.http_exchanges import FormExchange, KServeExchange
@@ -102,6 +102,7 @@ class App:
         self._admission = admission
         self._write_timeout_s = config.write_timeout_s
         self._metrics = admission.service.metrics
+        self._has_keys = bool(admission.service.access.names)
         self._fixed = {route.path: route for route in self.routes if "{" not in route.path}
         self._patterns = [(_pattern(route.path), route) for route in self.routes if "{" in route.path]
 
@@ -110,7 +111,7 @@ class App:
         request, caller, error, kind = HttpRequest(scope, receive), None, None, None
         try:
             caller = self.guard.admit(request)
-            if caller is not None and (connection := scope.get(CONNECTION)) is not None:
+            if caller is not None and self._has_keys and (connection := scope.get(CONNECTION)) is not None:
                 connection.admit(caller.name)
             route = self.find(request)
             if route is None or (route.is_hidden and scope["method"] not in route.methods):
@@ -311,7 +312,7 @@ class _Handlers:
         info = self._model(request)
         entry = self._service.catalog.entries.get(info.name)  # sums and operations have none
         served = None if entry is None else entry.loaded()
-        if not isinstance(served, Teacher):
+        if not isinstance(served, GivesHead):
             raise Unsupported(
                 f"{info.name} is no teacher, and has no output head; use a model of guerdon serve-teacher"
             )

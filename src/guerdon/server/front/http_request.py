@@ -72,7 +72,7 @@ class HttpRequest:
         self._task: asyncio.Task[object] | None = None
         self._watch: asyncio.TimerHandle | asyncio.Task[None] | None = None
 
-    @property
+    @functools.cached_property
     def path(self) -> str:
         """The path without the application's prefix, such as Ray Serve's route prefix."""
         path, root = self.scope["path"], self.scope.get("root_path", "")
@@ -105,7 +105,29 @@ class HttpRequest:
                 f"Content-Encoding {encoding.decode('latin-1')!r} is not known here: use gzip or deflate"
             )
         json_length = self.json_length
-        body = await self._receive_body(place, max_bytes, limits)
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + limits.request_timeout_s
+        body = bytearray()
+        has_more = True
+        try:
+            async with asyncio.timeout(None) as waiting:
+                while has_more:
+                    more_by = loop.time() + limits.read_timeout_s
+                    waiting.reschedule(min(ends, more_by))
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect":
+                        raise Cancelled("the client left")
+                    body += message.get("body", b"")
+                    if len(body) > max_bytes:
+                        raise _too_large("the body", max_bytes)
+                    place.reach(len(body))
+                    has_more = message.get("more_body", False)
+        except TimeoutError as e:
+            if ends <= more_by:
+                why = f"the body did not come within {limits.request_timeout_s:g} s"
+            else:
+                why = f"nothing more of the body came for {limits.read_timeout_s:g} s"
+            raise UploadTooSlow(f"{why}; send it faster, or fewer rows") from e
         if encoding in (b"gzip", b"deflate"):
             body = await _inflate(body, place, max_bytes)
             place.hold(len(body))
@@ -115,7 +137,7 @@ class HttpRequest:
             place.reach(memory + len(body) - len(text))  # parsed JSON takes more memory than its text
         return body
 
-    @property
+    @functools.cached_property
     def json_length(self) -> int | None:
         """The length of the body's JSON if binary tensors follow it; raises InvalidRequest."""
         value = self.headers.get(b"inference-header-content-length")
@@ -149,32 +171,6 @@ class HttpRequest:
         assert self._task is not None
         self.has_left = True
         self._task.cancel()
-
-    async def _receive_body(self, place: Place, max_bytes: int, limits: LimitsConfig) -> bytearray:
-        loop = asyncio.get_running_loop()
-        ends = loop.time() + limits.request_timeout_s
-        body = bytearray()
-        has_more = True
-        try:
-            async with asyncio.timeout(None) as waiting:
-                while has_more:
-                    more_by = loop.time() + limits.read_timeout_s
-                    waiting.reschedule(min(ends, more_by))
-                    message = await self.receive()
-                    if message["type"] == "http.disconnect":
-                        raise Cancelled("the client left")
-                    body += message.get("body", b"")
-                    if len(body) > max_bytes:
-                        raise _too_large("the body", max_bytes)
-                    place.reach(len(body))
-                    has_more = message.get("more_body", False)
-        except TimeoutError as e:
-            if ends <= more_by:
-                text = f"the body did not come within {limits.request_timeout_s:g} s"
-            else:
-                text = f"nothing more of the body came for {limits.read_timeout_s:g} s"
-            raise UploadTooSlow(f"{text}; send it faster, or fewer rows") from e
-        return body
 
 
 Handler = Callable[[HttpRequest], Awaitable[Reply]]

@@ -11,6 +11,7 @@ import re
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,10 @@ import orjson
 
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.critic_core import OperationInfo
-from guerdon.errors import Overloaded, RouteNotFound
+from guerdon.errors import Overloaded, RouteNotFound, Unsupported, install_command
 from guerdon.server import status
 from guerdon.server.auth import Caller
 from guerdon.server.batching.sharing import FairTurns
-from guerdon.server.front import api_docs
 from guerdon.server.front.admission import Admission, Decoder, Exchange, Visit
 from guerdon.server.front.http_request import JSON, READ_INLINE_BYTES, Headers, HttpRequest, Reply
 from guerdon.server.page import snapshot, trying
@@ -32,13 +32,17 @@ from guerdon.server.service import Service
 from guerdon.settings.access import Role, is_loopback
 from guerdon.settings.config import LimitsConfig, ServerConfig
 from guerdon.wire import bodies
-from guerdon.wire.forms.labels import has_components
 from guerdon.wire.forms.page_bodies import Extreme, Extremes
 
 log = logging.getLogger(__name__)
 
 FOLDER = Path(snapshot.__file__).parent / "static"
 INDEX = "index.html"
+API_INDEX = "docs.html"
+"""The page at /docs, in the folder of the dashboard's files."""
+
+_API_FILES = {"swagger.js": "swagger_bundle.js", "swagger.css": "swagger_style.css"}
+"""Names under /dashboard, and the package's names for them."""
 
 _KINDS = {
     ".html": b"text/html; charset=utf-8",
@@ -87,7 +91,7 @@ class Pages:
 
     async def api(self, request: HttpRequest) -> Reply:
         """Returns the page that shows the API."""
-        return self._file(request, api_docs.INDEX)
+        return self._file(request, API_INDEX)
 
     async def file(self, request: HttpRequest) -> Reply:
         """Returns one of the files of these pages."""
@@ -155,7 +159,7 @@ class Pages:
         return _TrialExchange(request, self._service, self._config)
 
     def _file(self, request: HttpRequest, name: str) -> Reply:
-        if name not in self._files and (found := api_docs.read(name)) is not None:
+        if name not in self._files and (found := _read_api_file(name)) is not None:
             self._files[name] = found
         body = self._files.get(name)
         if body is None:
@@ -203,7 +207,7 @@ class Pages:
             "response": response,
             "is_cut": one.is_cut,
         }
-        extreme["components" if has_components(info) else "attributes"] = one.attributes
+        extreme["components" if info.has_components else "attributes"] = one.attributes
         return extreme
 
 
@@ -257,3 +261,13 @@ def _takes_gzip(request: HttpRequest) -> bool:
 def _address(request: HttpRequest) -> str | None:
     server = request.scope.get("server")
     return None if not server or server[1] is None else f"{server[0]}:{server[1]}"
+
+
+def _read_api_file(name: str) -> bytes | None:
+    """Returns a file of Swagger UI, None if it has none of that name; raises Unsupported if it is not installed."""
+    if name not in _API_FILES:
+        return None
+    try:  # never imports the package, which would make strings of 18 MB of every page that it knows
+        return Path(str(distribution("offapi").locate_file(f"offapi/{_API_FILES[name]}"))).read_bytes()
+    except (PackageNotFoundError, FileNotFoundError) as e:
+        raise Unsupported(f"/docs needs the package offapi: {install_command('server')}") from e

@@ -15,10 +15,6 @@ MOST_COMPONENTS = 12
 """More are left out, because a bucket's products grow with their square."""
 LEAST_FOR_SHARES = 30
 """With fewer samples a period's shares are unknown."""
-LOGPROB = "log-prob per token"
-"""The one component of a teacher: the mean over a sample's asked tokens."""
-ENTROPY = "entropy per token"
-"""The same of the entropies, which clients may ask a teacher for."""
 
 _COLLINEAR = 1e-6
 """Relative eigenvalue below which components count as linearly dependent; attributes are float32."""

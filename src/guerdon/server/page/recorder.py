@@ -8,17 +8,17 @@ import time
 from collections.abc import Callable
 
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
+from guerdon.kinds import all_kinds
 from guerdon.server import logs
 from guerdon.server.catalog import Catalog
 from guerdon.server.metrics import Metrics
 from guerdon.server.page import judge_calls, traffic
-from guerdon.server.page.component_history import ENTROPY, LOGPROB, ComponentHistory
+from guerdon.server.page.component_history import ComponentHistory
 from guerdon.server.page.extremes import ExtremeSamples
 from guerdon.server.page.recent_errors import RecentErrors
 from guerdon.server.page.reward_history import RewardHistory
 from guerdon.server.page.traffic import FINE_S, CounterHistory
 from guerdon.settings.config import DashboardConfig
-from guerdon.teacher_core import TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +103,8 @@ class PageRecorder:
             rows = [(r, n) for r, n in zip(scores, lengths, strict=True) if isinstance(r, Score)]
             scores, lengths = [score for score, _ in rows], [length for _, length in rows]
             rewards = [score.reward for score in scores]
-        if "logprobs" in info.outputs:
-            self._note_logprobs(info.name, now, [r.logprobs for r in scores if r.logprobs])
+        for history, what, numbers in all_kinds.of(info).histories(scores):
+            getattr(self, history).note_means(info.name, now, what, numbers)
         if not request.wants_rewards or "rewards" not in info.outputs:
             return
         if "attributes" in info.outputs and scores:
@@ -118,11 +118,6 @@ class PageRecorder:
             if info.name not in self.extremes:
                 self.extremes[info.name] = ExtremeSamples(_MOST_BYTES // len(self.names))
             self.extremes[info.name].note(now, request, reply, info, all_lengths)
-
-    def _note_logprobs(self, name: str, now: float, rows: list[TokenLogprobs]) -> None:
-        logprobs, entropies = [r.logprobs for r in rows], [r.entropy for r in rows]
-        self.components.note_means(name, now, LOGPROB, [row for row in logprobs if row is not None])
-        self.entropies.note_means(name, now, ENTROPY, [row for row in entropies if row is not None])
 
     def _note_components(self, info: ModelInfo, now: float, scores: list[Score]) -> None:
         rows = [(r.attributes, r.reward) for r in scores if r.attributes is not None]

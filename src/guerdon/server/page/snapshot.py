@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from guerdon.core import ModelInfo
+from guerdon.kinds import all_kinds
 from guerdon.server.catalog import Catalog
 from guerdon.server.critic.controller import Critic
 from guerdon.server.metrics import UNKNOWN
@@ -24,8 +25,6 @@ from guerdon.wire.forms.page_bodies import Snapshot
 
 MAX_COLUMNS = 144
 """Maximum of columns of the rewards over time."""
-
-_CHAT_JUDGE = "chat_judge"
 
 _SHARES = {"p05": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95}
 _MAX_POINTS, _NUM_LENGTH_BINS = 400, 12
@@ -44,6 +43,7 @@ class Gathered:
     critic: dict[str, Any] | None
     names: list[str]
     sums: frozenset[str]
+    remote: list[str]
     samples: list[traffic.Sample]
     windows: dict[str, Window]
     steps: Window
@@ -95,7 +95,8 @@ def gather(
         models=[_model(catalog, info, infos) for info in infos],
         critic=None if critic is None else _critic(critic, recorder.epoch),
         names=recorder.names,
-        sums=frozenset(info.name for info in infos if info.kind == "sum"),
+        sums=frozenset(catalog.sums),
+        remote=[info.name for info in infos if all_kinds.of(info).is_remote],
         samples=samples,
         windows={name: recorder.counters.window(asked.window_s, columns[name], until) for name in counted},
         steps=recorder.counters.window(asked.window_s, slice(0), until),
@@ -135,7 +136,7 @@ def make(g: Gathered) -> Snapshot:
         "rewards": {name: _rewards(g, name) for name in g.rewards},
         "components": {name: taken.tell(g.start, g.step_s, g.num_columns) for name, taken in g.components.items()},
         "entropies": {name: taken.tell(g.start, g.step_s, g.num_columns) for name, taken in g.entropies.items()},
-        "calls": judge_calls.calls(g.samples, [one["name"] for one in g.models if one["kind"] == _CHAT_JUDGE]),
+        "calls": judge_calls.calls(g.samples, g.remote),
         "errors": {
             name: [one for taken in parts for one in taken.tell(g.start, g.step_s, g.num_columns)]
             for name, parts in g.errors.items()
@@ -152,13 +153,8 @@ def _saved(told: dict[str, Any]) -> dict[str, float]:
 
 
 def _model(catalog: Catalog, info: ModelInfo, infos: list[ModelInfo]) -> dict[str, Any]:
-    read = [one for one in infos if one.name in info.attribute_names] if info.kind == "sum" else [info]
-    return {name: getattr(info, name) for name in _OF_INFO} | {
-        "is_loaded": catalog.is_loaded(info.name),
-        "components": list(info.attribute_names) if info.kind == "sum" else None,
-        "estimates_tokens": not any(one.takes_tokens for one in read),
-        "is_critic": info.name == catalog.critic_name,
-    }
+    facts = {name: getattr(info, name) for name in _OF_INFO} | all_kinds.of(info).tile(info, infos)
+    return facts | {"is_loaded": catalog.is_loaded(info.name), "is_critic": info.name == catalog.critic_name}
 
 
 def _critic(critic: Critic, epoch: float) -> dict[str, Any]:

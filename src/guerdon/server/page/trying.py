@@ -10,20 +10,19 @@ import numpy as np
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, common_prefix
 from guerdon.errors import GuerdonError, InvalidRequest
+from guerdon.kinds import all_kinds
+from guerdon.kinds.kind import Tokenizer
 from guerdon.messages import plain
-from guerdon.server.catalog import Tokenizer
-from guerdon.teacher_core import LogprobQuery, TokenLogprobs
+from guerdon.teacher_core import TokenLogprobs
 from guerdon.wire import bodies
 from guerdon.wire.forms.form import check_conversation, of_conversation, pair_samples, to_texts
-from guerdon.wire.forms.labels import attributes_of, has_components, number
+from guerdon.wire.forms.labels import attributes_of, number
 from guerdon.wire.forms.page_bodies import TrialBody, TrialReply, TrialResult, TrialStep, TrialToken
 
 MOST_TOKENS = 32_768
 """Limit of all samples together for values per token."""
 
 _MOST_CHARACTERS = 4 * MOST_TOKENS
-
-_NUM_LIKELIEST = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +42,8 @@ class Trial:
         return sum(len(message["content"]) for conversation in conversations for message in _plain(conversation))
 
     def ask(self, info: ModelInfo) -> ScoreRequest:
-        """Returns the request; a teacher is asked about all tokens."""
-        if "logprobs" in info.outputs:
-            top_k = min(_NUM_LIKELIEST, info.max_top_k, info.vocab_size or 0)
-            self.request.prompts = self.request.splits = None  # the texts begin with the prompts
-            self.request.queries = [LogprobQuery(start=1, top_k=top_k, with_ranks=True)] * len(self.request)
-        return self.request
+        """Returns the request, as the model's kind has samples tried."""
+        return all_kinds.of(info).try_on_page(self.request, info)
 
     def length(self, i: int) -> int:
         """About how many tokens the sample has before a function that reads it as text."""
@@ -177,14 +172,14 @@ def _result(
             raise result
         if "rewards" in info.outputs and math.isfinite(result.reward):
             told["reward"] = number(result.reward)
-        told["components" if has_components(info) else "attributes"] = attributes_of(result, info)
+        told["components" if info.has_components else "attributes"] = attributes_of(result, info)
     except GuerdonError as e:
         told["error"] = bodies.cut(str(e))
     if ids is None or len(ids[0]) != length:  # what was cut at the start or the end
         return told
     told["tokens"] = _tokens(ids, score, tokenizer)
-    if score is not None and score.logprobs is not None:
-        told["attributes"] = _sums(ids, score.logprobs)
+    if score is not None and score.answer is not None:
+        told["attributes"] = _sums(ids, score.answer)
     if score is not None and score.steps is not None:
         told["steps"] = _steps(ids[0], score.steps, info)
     return told
@@ -200,8 +195,8 @@ def _tokens(ids: tuple[np.ndarray, np.ndarray], score: Score | None, tokenizer: 
     if score is not None and score.values is not None:
         for token, value in zip(made, score.values.tolist(), strict=True):
             token["value"] = value
-    if score is not None and score.logprobs is not None:
-        _add_logprobs(made[1:], score.logprobs, tokenizer)
+    if score is not None and score.answer is not None:
+        _add_logprobs(made[1:], score.answer, tokenizer)
     return made
 
 

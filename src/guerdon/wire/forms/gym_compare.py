@@ -82,7 +82,7 @@ def _compare(body: CompareBody, url: form.Url) -> form.FormRequest:
     )
 
     def check(info: ModelInfo) -> None:
-        if info.kind != "judge" or DISAGREED not in info.attribute_names:
+        if not info.has_components or DISAGREED not in info.attribute_names:
             raise InvalidRequest(f"{info.name} does not compare; name a judge whose rubric has `compare`")
         if body.principle and not info.takes_labels:
             raise InvalidRequest(

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest, SampleFailed
-from guerdon.next_tokens import NEXT_TOKENS, NextTokenRequest
+from guerdon.teacher_core import NEXT_TOKENS, NextTokenRequest
 from guerdon.wire.bodies import MAX_ROWS, kind_of, to_ids
 from guerdon.wire.forms.form import MAX_JOINED, SOME, Body, Form, FormRequest, TokenId, Url, Whole, serves, unsupported
 from guerdon.wire.forms.logprob_texts import Temperature, said_of
@@ -183,7 +183,7 @@ def _check(labels: list[int]) -> Callable[[ModelInfo], None]:
     """Returns a check that the model is a language model which can answer with these tokens."""
 
     def check(info: ModelInfo) -> None:
-        if info.kind not in ("teacher", "judge"):
+        if not info.max_top_k:
             raise InvalidRequest(
                 f"{info.name} gives {', '.join(info.outputs)} and no probabilities of tokens; name a language model, "
                 "as guerdon serve-teacher and serve-judge serve them"

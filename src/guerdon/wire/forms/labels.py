@@ -28,19 +28,14 @@ def number(value: float) -> np.float32:
     return np.float32(value)
 
 
-def has_components(info: ModelInfo) -> bool:
-    """Whether the attributes are components that the reward is made of, as a sum's and a judge's."""
-    return info.kind in ("sum", "judge")
-
-
 def labels_of(info: ModelInfo, count: int = 1) -> tuple[str, ...]:
     """Returns the names of a sample's `count` numbers: its attributes', else transformers' label names."""
-    return ("LABEL_0",) if has_components(info) else info.names_of(count)
+    return ("LABEL_0",) if info.has_components else info.names_of(count)
 
 
 def numbers_of(score: Score, info: ModelInfo, activation: Activation | None = None) -> np.ndarray:
     """Returns one number a label, float32 `[A]`: a checkpoint's attributes if it has several, else the reward."""
-    has_several = score.attributes is not None and not has_components(info)
+    has_several = score.attributes is not None and not info.has_components
     numbers = np.asarray(score.attributes if has_several else [number(score.reward)], np.float32)
     return activated(numbers, activation)
 
@@ -54,12 +49,12 @@ def attributes_of(score: Score, info: ModelInfo) -> dict[str, np.float32]:
 
 def components_of(score: Score, info: ModelInfo) -> dict[str, Any]:
     """Returns the components of a sum or judge under the key `components`; empty for any other model."""
-    return {"components": attributes_of(score, info)} if has_components(info) else {}
+    return {"components": attributes_of(score, info)} if info.has_components else {}
 
 
 def more_of(score: Score, info: ModelInfo) -> dict[str, Any]:
     """Returns what `numbers_of` leaves out: the components, or the reward beside several attributes."""
-    if has_components(info) or score.attributes is None:
+    if info.has_components or score.attributes is None:
         return components_of(score, info)
     return {"reward": number(score.reward)}
 

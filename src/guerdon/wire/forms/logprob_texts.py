@@ -42,8 +42,8 @@ def said_of(reply: ScoreReply) -> list[TokenLogprobs]:
     """Returns the teacher's answer for each sample; raises the first failed row's error."""
     said = []
     for score in scores_of(reply):
-        assert score.logprobs is not None
-        said.append(score.logprobs)
+        assert score.answer is not None
+        said.append(score.answer)
     return said
 
 

@@ -13,7 +13,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest
-from guerdon.teacher_core import Decodes, LogprobQuery, TokenLogprobs
+from guerdon.teacher_core import LogprobQuery, TokenLogprobs
+from guerdon.vocabulary import Decodes
 from guerdon.wire import schema
 from guerdon.wire.forms import form
 from guerdon.wire.forms.form import Ids as IdsOrRows
@@ -204,7 +205,7 @@ def _generate(body: SGLangGenerateBody, url: form.Url) -> form.FormRequest:
                 f"token_ids_logprob_positions has {len(one.by_position)} entries for sample {i} of {len(row)} tokens; "
                 "send one for each token, empty ones where nothing is asked"
             )
-    request.queries = [one.query(None if row is None else len(row)) for one, row in zip(asked, rows, strict=True)]
+    request.asks = [one.query(None if row is None else len(row)) for one, row in zip(asked, rows, strict=True)]
     request.priority = body.priority or 0
     ids = _each(body.rid, count, "rid") if body.rid is not None else [new_id() for _ in range(count)]
 
@@ -227,7 +228,7 @@ def _generate(body: SGLangGenerateBody, url: form.Url) -> form.FormRequest:
             made.append(SGLangGenerateReply(text=text, output_ids=new, meta_info=meta))
         return made[0] if single else made
 
-    widest = max((query.num_given for query in request.queries), default=0)
+    widest = max((query.num_given for query in request.asks), default=0)
     check = check_counts(top_logprobs_num=max(one.top for one in asked), token_ids_logprob=widest)
     return form.FormRequest("" if body.model in (None, "default") else body.model, request, to_reply, check)
 

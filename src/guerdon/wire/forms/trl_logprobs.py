@@ -100,7 +100,7 @@ def _sequence_logprobs(body: SequenceLogprobsBody, url: Url) -> FormRequest:
         top_bytes=PAIR_BYTES,
     )
     tokens = [to_ids(row) for row in body.sequences]
-    request = ScoreRequest(tokens=tokens, prompt_lengths=to_ids(lengths), queries=[query] * count)
+    request = ScoreRequest(tokens=tokens, prompt_lengths=to_ids(lengths), asks=[query] * count)
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> SequenceLogprobs | BinarySequenceLogprobs:
         said = said_of(reply)

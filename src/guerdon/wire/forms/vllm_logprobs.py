@@ -13,7 +13,8 @@ from msgspec import Meta
 
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import InvalidRequest
-from guerdon.teacher_core import Decodes, LogprobQuery, TokenLogprobs
+from guerdon.teacher_core import LogprobQuery, TokenLogprobs
+from guerdon.vocabulary import Decodes
 from guerdon.wire import schema
 from guerdon.wire.bodies import to_ids
 from guerdon.wire.forms import form
@@ -301,7 +302,7 @@ def _query(
 
 
 def _ask(request: ScoreRequest, query: LogprobQuery, priority: int | None) -> None:
-    request.queries = [query] * len(request)
+    request.asks = [query] * len(request)
     request.priority = -(priority or 0)  # vLLM's lower numbers go first
 
 

@@ -12,8 +12,30 @@ import numpy as np
 
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, Overloaded, SampleFailed, named
+from guerdon.kinds.kind import Kind
 from guerdon.settings.config import ComponentConfig, RewardConfig
 from guerdon.vocabulary import difference
+
+
+class SumKind(Kind):
+    """A sum of other models' rewards; nothing is loaded for it."""
+
+    names = ("sum",)
+    settings = RewardConfig
+
+    def describe(self, info: ModelInfo) -> str:
+        """Returns the console's line about the sum, without its name."""
+        return f"{info.kind} of {info.why}, weights {info.weights_version}"
+
+    def tile(self, info: ModelInfo, infos: Iterable[ModelInfo]) -> dict[str, Any]:
+        """Returns the components, and whether none of them reads tokens."""
+        parts = [one for one in infos if one.name in info.attribute_names]
+        components = list(info.attribute_names)
+        return {"components": components, "estimates_tokens": not any(one.takes_tokens for one in parts)}
+
+    def why_fixed(self, info: ModelInfo, what: str) -> str:
+        """Says that its components are loaded."""
+        return f"{info.name} is a sum, and cannot be {what}; load its components: {info.why}"
 
 
 class Running:
@@ -53,28 +75,6 @@ class Running:
         step, share = middle - self._offset, len(values) / self.count
         self._offset += step * share
         self._squares += squares + step**2 * before * share
-
-
-async def score_components(
-    components: Iterable[str], score: Callable[[str], Coroutine[Any, Any, ScoreReply]]
-) -> list[ScoreReply]:
-    """Returns each component's reply; if one refuses, the others drop the request, and its error is raised."""
-
-    async def ask(component: str) -> ScoreReply:
-        try:
-            return await score(component)
-        except Overloaded as e:
-            raise named(component, e) from e
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = []
-            for component in components:
-                tasks.append(group.create_task(ask(component)))
-                await asyncio.sleep(0)  # so that other requests have their turn between a large one's components
-    except BaseExceptionGroup as e:
-        raise e.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 class Sum:
@@ -126,6 +126,26 @@ class Sum:
             raise InvalidRequest(f"{info.name} takes no text: {_readings(self._infos)}; send tokens")
         if request.tokens is not None and not info.takes_tokens:
             raise InvalidRequest(f"{info.name} takes no token ids: {_readings(self._infos)}; send sentences")
+
+    async def ask(self, request: ScoreRequest, score: Callable[[str], Coroutine[Any, Any, ScoreReply]]) -> ScoreReply:
+        """Returns the sum's reply; if a component refuses, the others drop the request, and its error is raised."""
+        self.check(request)
+
+        async def ask(component: str) -> ScoreReply:
+            try:
+                return await score(component)
+            except Overloaded as e:
+                raise named(component, e) from e
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = []
+                for component in self.components:
+                    tasks.append(group.create_task(ask(component)))
+                    await asyncio.sleep(0)  # so that other requests have their turn between a large one's components
+        except BaseExceptionGroup as e:
+            raise e.exceptions[0] from None
+        return self.combine([task.result() for task in tasks])
 
     def combine(self, replies: ListLike[ScoreReply]) -> ScoreReply:
         """Returns the sum's reply, and updates the components' statistics; the replies are in the config's order.
@@ -215,6 +235,8 @@ def _info(config: RewardConfig, infos: ListLike[ModelInfo]) -> ModelInfo:
         takes_labels=any(info.takes_labels for info in infos),
         weights_version=_version(names, [info.weights_version for info in infos]),
         path="sum",
+        is_checkpoint=False,
+        has_components=True,
         tokenizer=tokenizers[0] if tokenizers and has_one_vocabulary else "",
         ending=endings.pop() if len(endings) == 1 else "",
         why=" + ".join(f"{part.weight:g} {part.model}" for part in config.components),

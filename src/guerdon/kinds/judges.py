@@ -1,15 +1,19 @@
-"""A judge's samples become a plan of questions, and the answers one score for each sample."""
+"""Judges: language models that answer a rubric's questions about samples, each by one token.
+
+A judge's samples become a plan of questions, and the answers one score for each sample.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Iterable
+from typing import Any, Protocol
 
 import numpy as np
 
-from guerdon.comparisons import PlanOfPairs
-from guerdon.core import Score, ScoreReply, ScoreRequest, Sequence
+from guerdon.core import Score, ScoreReply, ScoreRequest, Sequence, Truncation
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.judge_core import (
     ComparedReply,
@@ -19,19 +23,113 @@ from guerdon.judge_core import (
     Pair,
     Plan,
     PlanOfSingles,
+    Rubric,
     Sample,
 )
+from guerdon.kinds.compare import PlanOfPairs
+from guerdon.kinds.kind import Asks, Kind, Numbers, SampleReader, Served, Steps, Subcommand
+from guerdon.kinds.samples import find_fault as find_fault_in_sequence
+from guerdon.kinds.teachers import read_next_tokens, size_answers
 from guerdon.messages import before_response, response, transcript
-from guerdon.server.catalog import Asked, Judge, Served
-from guerdon.server.metrics import Metrics
-from guerdon.teacher_core import TokenLogprobs
+from guerdon.settings.config import JudgeConfig
+from guerdon.settings.sources import read_server_settings
+from guerdon.teacher_core import NextTokenRequest, TokenLogprobs
 
 _SHOWN = 40
 _INLINE_QUESTIONS = 512
 """Answers to more questions are put together in a thread, because they would block the event loop."""
 
 
-def read(judge: Asked, request: ScoreRequest, numbers: Iterable[int]) -> list[Sample | InvalidRequest]:
+class Rendering(Served, Protocol):
+    """A model that is asked about every sample, in words, as its rubric says."""
+
+    rubric: Rubric
+
+    def render(self, subject: Sample) -> list[str | InvalidRequest]: ...
+
+
+class Judging(Served, Protocol):
+    """A language model that answers every sample's criteria, each by one of the `labels`."""
+
+    rubric: Rubric
+    config: JudgeConfig
+    labels: LabelTokens
+
+    @property
+    def text(self) -> Any: ...
+
+    def render(self, subject: Sample | Pair) -> list[str | InvalidRequest]: ...
+
+    def explain(self, said: TokenLogprobs) -> str: ...
+
+    def encode_in_steps(self, texts: list[str]) -> Steps: ...
+
+
+class JudgeKind(Kind):
+    """A language model that answers every sample's criteria, each by one of the rubric's labels."""
+
+    names = ("judge",)
+    settings = JudgeConfig
+    command = Subcommand(
+        "serve-judge",
+        "Serve a language model's rewards by a rubric.",
+        "rubric verdict max_other_mass config host port api_keys_file dtype device max_length",
+        functools.partial(read_server_settings, cls=JudgeConfig),
+    )
+
+    def load(self, config: JudgeConfig, ranks: Any) -> Any:
+        """Returns the engine over the language model and the rubric."""
+        from guerdon.engine.judging import build_judge
+
+        return build_judge(config, ranks.frozen())
+
+    async def read(
+        self, reading: SampleReader, served: Any, request: ScoreRequest, cut: Truncation | None, client: str
+    ) -> Asks:
+        """Returns a sequence for each question of the plan."""
+        judge: Judging = served
+        if isinstance(request, NextTokenRequest):
+            return await read_next_tokens(reading, judge, judge.text, request, client)
+        num_criteria = len(judge.rubric.criteria)
+        samples: list[Sample | InvalidRequest] = await reading.run_in_parts(
+            client, range(len(request)), functools.partial(read, judge, request)
+        )
+        plan = await reading.run(client, functools.partial(make_plan, judge, request, samples))
+        rows: list[np.ndarray | str | InvalidRequest] = await reading.run_in_parts(
+            client, plan.subjects, functools.partial(questions, judge)
+        )
+        places = [i for i, row in enumerate(rows) if isinstance(row, str)]
+        steps = judge.encode_in_steps([str(rows[i]) for i in places])
+        for i, ids in zip(places, await reading.tokenize(steps, judge.info.name, client), strict=True):
+            rows[i] = ids
+        asked = Asks(judge, [], [], plan)
+        for i, row in enumerate(rows):
+            fault = row if isinstance(row, InvalidRequest) else None
+            ids = row if isinstance(row, np.ndarray) else np.empty(0, np.int64)
+            made = question(judge, ids, request, plan.owners[i // num_criteria])
+            asked.sequences.append(made)
+            asked.errors.append(fault or find_fault_in_sequence(made, judge.info) or find_fault(judge, ids))
+        size_answers(asked)
+        return asked
+
+    async def finish(self, asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
+        """Returns the samples' scores, made of the answers to the plan.
+
+        `metrics` gets the mass that no label has, and counts comparisons.
+        """
+        if asked.plan is None:
+            return reply
+        judge: Any = asked.served
+        if len(reply.results) <= _INLINE_QUESTIONS:
+            return _reduce(judge, asked.plan, reply, metrics)
+        return await asyncio.to_thread(_reduce, judge, asked.plan, reply, metrics)
+
+    def tokenizer(self, served: Any) -> Any:
+        """Returns the language model's own."""
+        return served.text
+
+
+def read(judge: Rendering, request: ScoreRequest, numbers: Iterable[int]) -> list[Sample | InvalidRequest]:
     """Returns each sample's fields for the judge, or its error."""
     made: list[Sample | InvalidRequest] = []
     for i in numbers:
@@ -42,12 +140,12 @@ def read(judge: Asked, request: ScoreRequest, numbers: Iterable[int]) -> list[Sa
     return made
 
 
-def words(judge: Asked, request: ScoreRequest, numbers: Iterable[int]) -> list[str | InvalidRequest]:
+def words(judge: Rendering, request: ScoreRequest, numbers: Iterable[int]) -> list[str | InvalidRequest]:
     """Returns the one question about each sample, or its error."""
     return [one if isinstance(one, InvalidRequest) else judge.render(one)[0] for one in read(judge, request, numbers)]
 
 
-def make_plan(judge: Judge, request: ScoreRequest, samples: list[Sample | InvalidRequest]) -> Plan:
+def make_plan(judge: Judging, request: ScoreRequest, samples: list[Sample | InvalidRequest]) -> Plan:
     """Returns the judge's questions about the request's samples; raises InvalidRequest."""
     compare, name = judge.rubric.compare, judge.info.name
     if isinstance(request, GroupRequest) and (compare is None or compare.schedule == "reference"):
@@ -58,12 +156,12 @@ def make_plan(judge: Judge, request: ScoreRequest, samples: list[Sample | Invali
     return PlanOfPairs(judge.rubric, samples, request.groups, name)
 
 
-def questions(judge: Judge, subjects: Iterable[Sample | Pair]) -> list[str | InvalidRequest]:
+def questions(judge: Judging, subjects: Iterable[Sample | Pair]) -> list[str | InvalidRequest]:
     """Returns one text, or an error, for each criterion of each subject."""
     return [question for subject in subjects for question in judge.render(subject)]
 
 
-def _read(judge: Asked, request: ScoreRequest, i: int) -> Sample:
+def _read(judge: Rendering, request: ScoreRequest, i: int) -> Sample:
     name, fields = judge.info.name, judge.rubric.fields
     reference = None if request.labels is None else request.labels[i]
     if not judge.rubric.needs_reference:
@@ -93,13 +191,13 @@ def _read(judge: Asked, request: ScoreRequest, i: int) -> Sample:
     return Sample(text.removeprefix(prompt or ""), prompt or "", reference)
 
 
-def question(judge: Judge, row: np.ndarray, request: ScoreRequest, i: int) -> Sequence:
+def question(judge: Judging, row: np.ndarray, request: ScoreRequest, i: int) -> Sequence:
     """Returns the sequence of a question about sample `i`; its last token is the first label's."""
     group = None if request.groups is None else int(request.groups[i])
-    return Sequence(row, group=group, query=judge.labels.query(len(row)))
+    return Sequence(row, group=group, ask=judge.labels.query(len(row)))
 
 
-def find_fault(judge: Judge, row: np.ndarray) -> InvalidRequest | None:
+def find_fault(judge: Judging, row: np.ndarray) -> InvalidRequest | None:
     """Returns an error if the question's tokens do not end with the first label's."""
     if len(row) > 1 and row[-1] == judge.labels.ids[0]:
         return None
@@ -109,20 +207,7 @@ def find_fault(judge: Judge, row: np.ndarray) -> InvalidRequest | None:
     )
 
 
-async def reduced(served: Served, plan: Plan | None, reply: ScoreReply, metrics: Metrics) -> ScoreReply:
-    """Returns the samples' scores, made of a judge's answers to its plan; another model's reply as it is.
-
-    `metrics` gets the mass that no label has, and counts comparisons.
-    """
-    if plan is None:
-        return reply
-    assert isinstance(served, Judge)
-    if len(reply.results) <= _INLINE_QUESTIONS:
-        return _reduce(served, plan, reply, metrics)
-    return await asyncio.to_thread(_reduce, served, plan, reply, metrics)
-
-
-def _reduce(served: Judge, plan: Plan, reply: ScoreReply, metrics: Metrics) -> ScoreReply:
+def _reduce(served: Judging, plan: Plan, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
     name, config, criteria = served.info.name, served.config, served.rubric.names
     questions = range(0, len(reply.results), len(criteria))
     answers = [_answer(reply.results[i : i + len(criteria)], served.labels) for i in questions]
@@ -143,7 +228,7 @@ def _reduce(served: Judge, plan: Plan, reply: ScoreReply, metrics: Metrics) -> S
     return ComparedReply(made.results, *facts, comparisons=made.comparisons)
 
 
-def _count(comparisons: Comparisons, name: str, criteria: tuple[str, ...], metrics: Metrics) -> None:
+def _count(comparisons: Comparisons, name: str, criteria: tuple[str, ...], metrics: Numbers) -> None:
     for criterion, disagreed in zip(criteria, comparisons.disagreed.T, strict=True):
         metrics.add("guerdon_judge_comparisons", len(disagreed), name, criterion)
         metrics.add("guerdon_judge_disagreements", int(disagreed.sum()), name, criterion)
@@ -156,8 +241,8 @@ def _answer(results: list[Score | GuerdonError], labels: LabelTokens) -> np.ndar
 
 
 def _said(answer: Score | GuerdonError) -> TokenLogprobs:
-    assert isinstance(answer, Score) and answer.logprobs is not None
-    return answer.logprobs
+    assert isinstance(answer, Score) and answer.answer is not None
+    return answer.answer
 
 
 def _shown(text: str) -> str:

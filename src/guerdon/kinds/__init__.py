@@ -1,0 +1,1 @@
+"""Kinds of models: what each reads, loads, computes and shows, a file each."""

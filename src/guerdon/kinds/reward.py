@@ -1,0 +1,76 @@
+"""Reward models, also those of steps: checkpoints that give numbers for samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+from guerdon.core import ScoreRequest, Sequence, Truncation
+from guerdon.errors import ConfigError, InvalidRequest
+from guerdon.kinds.kind import Asks, Kind, Rows, SampleReader, Served, Subcommand, Tokenizer
+from guerdon.kinds.samples import or_nothing
+from guerdon.settings.config import ModelConfig
+from guerdon.settings.sources import read_server_settings
+
+
+class RewardKind(Kind):
+    """A checkpoint with a head; its models are named by the architecture of that."""
+
+    settings = ModelConfig
+    command = Subcommand(
+        "serve",
+        "Serve reward models over HTTP and gRPC.",
+        "config host port api_keys_file dtype device max_length max_batch_tokens tensor_parallel data_parallel",
+        functools.partial(read_server_settings, cls=ModelConfig),
+    )
+
+    def load(self, config: ModelConfig, ranks: Any) -> Any:
+        """Returns the engine over the checkpoint."""
+        if config.isolate:
+            raise ConfigError(
+                f"isolate is on, but {config.model} is a checkpoint, which cannot be isolated", "leave it out there"
+            )
+        from guerdon.engine.checkpoint.reward_models import load_reward_model
+        from guerdon.engine.engine import Engine
+
+        return Engine(load_reward_model(config, ranks=ranks))
+
+    async def read(
+        self, reading: SampleReader, served: Served, request: ScoreRequest, cut: Truncation | None, client: str
+    ) -> Asks:
+        """Reads the samples; separators in prompts end no step of the response."""
+        if not served.info.step_rule or request.tokens is not None or request.steps is not None:
+            return await super().read(reading, served, request, cut, client)
+        rows, request = await reading.read_samples(served, request, cut, client)
+        rows = await _without_prompts_steps(reading, served, request, rows, client)
+        return await reading.make_sequences(rows, request, cut, served, client)
+
+
+async def _without_prompts_steps(
+    reading: SampleReader, served: Served, request: ScoreRequest, rows: Rows, client: str
+) -> Rows:
+    """Notes in each row where its prompt's last step ends: separators in prompts end no step of the response."""
+    if not isinstance(served.encoder, Tokenizer) or (request.prompts is None and request.messages is None):
+        return rows
+    prompts, _ = await reading.join(served, request, client)
+    if request.texts is not None:
+        prompts = [p if t.startswith(str(p)) else "" for p, t in zip(prompts, request.texts, strict=True)]
+    distinct = list(dict.fromkeys(map(or_nothing, prompts)))
+    asked = dataclasses.replace(request, messages=None, prompts=None, splits=None, texts=distinct)
+    ids, alone = served.info.step_separator_ids, await reading.read_text(served, asked, None, client)
+    num_steps = {
+        prompt: len(Sequence(row).step_ends(ids)) if isinstance(row, np.ndarray) else 0
+        for prompt, row in zip(distinct, alone, strict=True)
+    }
+
+    def noted(row: Any, prompt: str | InvalidRequest) -> Any:
+        if isinstance(row, InvalidRequest):
+            return row
+        made = row if isinstance(row, Sequence) else Sequence(row)
+        before = made.step_ends(ids)[: num_steps[or_nothing(prompt)]]
+        return dataclasses.replace(made, prompt_length=int(before[-1]) + 1 if len(before) else None)
+
+    return [noted(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
