@@ -4,9 +4,11 @@ What a critic does on such disks stands in tests/server/test_disks.py.
 """
 
 import contextlib
+import fcntl
 import io
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 
 from disks import fill, remount, small_disk
-from guerdon import CriticClient, RetryPolicy, RewardClient, cli
+from guerdon import CriticClient, RetryPolicy, RewardClient, cli, durable
 from guerdon.actor.run_checkpoints import CheckpointSaver, RunCheckpoints, RunState
 from guerdon.actor.run_checkpoints import RunSnapshot as Snapshot
 from guerdon.actor.trackers import Trackers, read_metrics
@@ -185,3 +187,45 @@ def test_a_run_goes_on_over_a_full_disk_and_saves_and_notes_its_metrics_when_the
     assert saving.newest.state.step == 3, "what was due is done after the next step"
     trackers.close()
     assert [row["reward"] for row in read_metrics(disk / "metrics.jsonl")] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_lock_is_one_that_nfs_can_give(tmp_path: Path) -> None:
+    """It locks the file's bytes for `flock`, which exclusively is for descriptors that may write alone."""
+    with durable.locked(tmp_path / "lock") as file:
+        assert fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with pytest.raises(BlockingIOError):
+            durable.locked(tmp_path / "lock")
+    durable.locked(tmp_path / "lock").close()
+
+
+def test_without_a_lock_no_descriptor_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="no locks here") as told:
+        durable.locked(tmp_path / "lock")
+    assert told.value and len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_new_folders_are_in_those_above_them_before_anything_is_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    really_sync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        really_sync(descriptor)
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    durable.make_folder(tmp_path / "a" / "b" / "c")
+    assert sorted(synced) == [str(path) for path in (tmp_path, tmp_path / "a", tmp_path / "a" / "b")]
+    synced.clear()
+    durable.make_folder(tmp_path / "a" / "b" / "c")
+    assert synced == []
+    monkeypatch.chdir(tmp_path)
+    durable.make_folder(Path("d"))
+    assert synced == [str(tmp_path)]
