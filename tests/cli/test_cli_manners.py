@@ -30,7 +30,7 @@ from guerdon.cli.parser import FILES, FOLDERS, SHELLS, Parser
 from guerdon.errors import Exit
 from processes import environment
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "guerdon"]
 COMMANDS = [
     "serve", "serve-critic", "serve-teacher", "serve-judge", "score", "reinforce", "ppo", "distill", "doctor",

@@ -24,7 +24,7 @@ from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig
 from server.helpers import INFER, body_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy/grafana/guerdon.json"
 RULES = ROOT / "deploy/prometheus/guerdon.rules.yml"
 SUFFIXES = {"counter": {"_total"}, "gauge": {""}, "histogram": {"_bucket", "_sum", "_count"}}
