@@ -1,6 +1,6 @@
 """Full and read-only disks under what is no critic's own: scored files, a run's metrics, logs, and a server over HTTP.
 
-What a critic does on such disks stands in tests/server/test_disks.py.
+What a critic does on such disks stands in tests/server/critic/test_disks.py.
 """
 
 import contextlib

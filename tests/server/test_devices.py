@@ -30,8 +30,8 @@ from guerdon.server.batching.loops import by_device
 from guerdon.server.runtime import RunningServer
 from guerdon.server.service import Service
 from guerdon.settings.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
+from server.batching.test_out_of_memory import DEAD, WHY
 from server.swapping import rewards, until, version
-from server.test_out_of_memory import DEAD, WHY
 from training.plain import request
 
 ROWS = zoo.rows(4)

@@ -21,9 +21,9 @@ from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from served import Serve
 from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, SLOW_TOKEN, EchoService, reward_of
+from server.front.test_grpc_hostile import message
 from server.helpers import tried_again, wait_until
 from server.keys import SCORE, TRAIN, keyed
-from server.test_grpc_hostile import message
 
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 

@@ -31,11 +31,11 @@ from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve
 from server.arithmetic_critic import BUG_TOKEN, FAIL_TOKEN, WAIT_TOKEN, ArithmeticService, after, request
+from server.critic.test_critic import control, running, state, train, values
+from server.critic.test_critic_transports import OverGrpc, OverHttp, Refused
+from server.critic.test_critic_transports import control as control_tensors
+from server.critic.test_critic_transports import train as train_tensors
 from server.helpers import until, wait_until
-from server.test_critic import control, running, state, train, values
-from server.test_critic_transports import OverGrpc, OverHttp, Refused
-from server.test_critic_transports import control as control_tensors
-from server.test_critic_transports import train as train_tensors
 
 
 def counted(service: ArithmeticService) -> dict[str, int]:

@@ -13,8 +13,8 @@ from guerdon.server.critic.answered import AnsweredEstimates
 from guerdon.server.critic.records import digest_of
 from guerdon.server.critic.store import Journal
 from server.arithmetic_critic import WAIT_TOKEN, after, request
+from server.critic.test_critic import control, records, running, train
 from server.helpers import until
-from server.test_critic import control, records, running, train
 
 
 def rewarded(id: str, *rewards: float, length: int = 4) -> TrainRequest:  # noqa: A002

@@ -30,7 +30,7 @@ from server.arithmetic_critic import ArithmeticService, request
 from server.echo_service import EchoService
 from server.helpers import INFER, body_of
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 
 class OutOfMemoryError(RuntimeError):

@@ -24,9 +24,9 @@ from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig
 from guerdon.wire import kserve
 from server.arithmetic_critic import WAIT_TOKEN, ArithmeticService, request
+from server.critic.test_critic_transports import train
 from server.helpers import INFER, body_of, wait_until
 from server.keys import SCORE, TRAIN, bearer, keyed
-from server.test_critic_transports import train
 
 BUDGET = 100
 
@@ -369,7 +369,7 @@ async def both(url: str) -> None:
 def test_a_flood_is_refused_and_another_client_is_served_soon(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("".join(f"score {name} {key}\n" for name, key in KEYS.items()))
-    model = ModelConfig(model="server.test_fairness:slowly", max_batch_tokens=400, max_queue_sequences=160)
+    model = ModelConfig(model="server.batching.test_fairness:slowly", max_batch_tokens=400, max_queue_sequences=160)
     scorers.hold.clear()
     scorers.calls.clear()
     with served.running(model, api_keys_file=str(keys)) as server:

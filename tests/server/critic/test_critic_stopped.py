@@ -65,7 +65,7 @@ def served(
     """The server's process, and its URL."""
     program = PROGRAM.format(folder=str(folder), parts=parts, grace_s=grace_s, model=model)
     env = environment()
-    env["PYTHONPATH"] += f":{Path(__file__).parents[1]}"
+    env["PYTHONPATH"] += f":{Path(__file__).parents[2]}"
     with subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -82,7 +82,7 @@ def test_a_judge_in_a_sum_becomes_a_model() -> None:
 
 def test_the_pages_settings_are_right() -> None:
     """Also the budget, which goes into the first of them."""
-    page = (Path(__file__).parents[2] / "docs/chat_judge.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/chat_judge.md").read_text(encoding="utf-8")
     first, inline, budget = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
     first["models"][0] |= budget
     for data in (first, inline):
