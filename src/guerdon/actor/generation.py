@@ -260,7 +260,13 @@ class Generation:
             row.logprobs.append(0.0)
         else:
             row.logprobs.append(logprob)
-            row.is_end = token in self._eos or (self._stops.complete(row.tokens, row.turn) and self._ends_at_stop(row))
+            row.is_end = token in self._eos
+            if not row.is_end and self._stops.complete(row.tokens, row.turn):
+                answer = None if self._environment is None else self._environment(row.prompt, row.tokens)
+                row.is_end = answer is None
+                if answer is not None:  # the row goes on after the environment's answer
+                    row.given.extend(answer)
+                    row.turn = len(row.tokens) + len(answer)
         if not row.is_done:
             return None
         observed = None
@@ -269,12 +275,3 @@ class Generation:
             observed[row.observed] = True
         made = (row.prompt, row.group, row.index, row.tokens, row.logprobs, row.is_end)
         return Rollout.of(*made, self._policy.tokenizer, self._eos, observed)
-
-    def _ends_at_stop(self, row: _ActiveRollout) -> bool:
-        """Whether a stop text ends the row; if the environment answers it, generation continues after the answer."""
-        answer = None if self._environment is None else self._environment(row.prompt, row.tokens)
-        if answer is None:
-            return True
-        row.given.extend(answer)
-        row.turn = len(row.tokens) + len(answer)
-        return False

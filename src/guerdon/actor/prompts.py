@@ -192,7 +192,10 @@ class _Reader:
             )
         self._config = config
         self._encoder = TextEncoder(tokenizer)
-        self._bos = _leading_bos(tokenizer)
+        # As users of `generate` give it. What the tokenizer adds behind a text is left out: a prompt that ends with EOS
+        # asks for nothing.
+        added = tokenizer("").input_ids[:1]
+        self._bos: list[int] = added if added == [tokenizer.bos_token_id] else []
         self._limit = limit
         self._skipped = skipped
         self._tokenizer = tokenizer
@@ -257,12 +260,3 @@ class _Reader:
             if isinstance(self._ending, InvalidRequest):
                 log.warning("cannot find how the chat template ends an answer; nothing is added: %s", self._ending)
         return None if isinstance(self._ending, InvalidRequest) else self._ending
-
-
-def _leading_bos(tokenizer: Any) -> list[int]:
-    """Returns the BOS that the tokenizer puts before a text, as users of `generate` give it; empty if it adds none.
-
-    Tokens that it appends are dropped: after an EOS the model has nothing to continue.
-    """
-    added = tokenizer("").input_ids[:1]
-    return added if added == [tokenizer.bos_token_id] else []

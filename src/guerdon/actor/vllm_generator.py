@@ -70,9 +70,9 @@ class VllmGenerator:
 
         Raises ConfigError if a prompt leaves no room.
         """
-        from vllm import TokensPrompt
+        from vllm import SamplingParams, TokensPrompt
 
-        num, config, greedy = draw["num"], draw["config"], draw.get("greedy", False)
+        num, config = draw["num"], draw["config"]
         rooms = [max_response_length(prompt, config, self._policy.max_length) for prompt in prompts]
         names = {f"{group}-{index}": (group, index) for group in range(len(prompts)) for index in range(num)}
         groups: dict[int, list[Rollout]] = {}
@@ -80,7 +80,20 @@ class VllmGenerator:
             for name, (group, index) in names.items():
                 drawn = int(np.random.SeedSequence([*draw["seed"], group, index]).generate_state(1)[0])
                 prompt = TokensPrompt(prompt_token_ids=prompts[group].tokens.tolist())
-                self._engine.add_request(name, prompt, self._parameters(config, rooms[group], drawn, greedy))
+                sampling = SamplingParams(
+                    temperature=0.0 if draw.get("greedy") else config.temperature,
+                    top_k=config.top_k,
+                    top_p=config.top_p,
+                    repetition_penalty=config.repetition_penalty,
+                    seed=drawn,
+                    max_tokens=rooms[group],
+                    min_tokens=min(config.min_new_tokens, rooms[group]),
+                    stop=config.stop,
+                    include_stop_str_in_output=True,
+                    stop_token_ids=list(self._policy.eos_token_ids),
+                    logprobs=0,
+                )
+                self._engine.add_request(name, prompt, sampling)
             while names:
                 for request in self._engine.step():
                     if not request.finished:
@@ -102,23 +115,6 @@ class VllmGenerator:
         model = self._engine.model_executor.driver_worker.model_runner.model
         model.load_weights(merged_weights(self._policy.model))
         self._engine.reset_prefix_cache()
-
-    def _parameters(self, config: RolloutConfig, room: int, seed: int, greedy: bool) -> Any:
-        from vllm import SamplingParams
-
-        return SamplingParams(
-            temperature=0.0 if greedy else config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            repetition_penalty=config.repetition_penalty,
-            seed=seed,
-            max_tokens=room,
-            min_tokens=min(config.min_new_tokens, room),
-            stop=config.stop,
-            include_stop_str_in_output=True,
-            stop_token_ids=list(self._policy.eos_token_ids),
-            logprobs=0,
-        )
 
 
 def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -227,8 +227,10 @@ class HttpTransport:
         except _BREAKS as e:
             raise exchange.failure(e) from None  # its text has the reason; the frames of httpcore say no more
         finally:
-            if isinstance(connection, httpcore.AsyncHTTPConnection):
-                await self._give_back(connection)
+            if connection is not self._proxy and self._is_closed:
+                await connection.aclose()
+            elif isinstance(connection, httpcore.AsyncHTTPConnection) and connection.is_available():
+                self._idle.append(connection)
         return exchange.result(_reply(response, content))
 
     async def close(self) -> None:
@@ -249,12 +251,6 @@ class HttpTransport:
         return httpcore.AsyncHTTPConnection(
             origin, ssl_context=self._tls, keepalive_expiry=_KEEP_ALIVE_S, network_backend=_BACKEND
         )
-
-    async def _give_back(self, connection: httpcore.AsyncHTTPConnection) -> None:
-        if self._is_closed:
-            await connection.aclose()
-        elif connection.is_available():
-            self._idle.append(connection)
 
 
 def fetch(address: Address, path: str, *, method: str = "GET", timeout_s: float = 5.0) -> HttpReply:

@@ -350,14 +350,10 @@ class Caller:
             if isinstance(error, errors.Overloaded):
                 if retry_at > now:
                     yield Wait(retry_at - now)
-            else:
-                yield from self._wait(model, retry_at)
-
-    def _wait(self, model: str, until: float) -> Steps[None]:
-        """Waits until that time, or until a lost server is back."""
-        while (left_s := until - (now := self.clock())) > 0 and not self.endpoints.has_free(now):
-            yield Wait(min(left_s, _GLANCE_S))
-            yield from self._probe_lost(model)
+            else:  # waits until a lost server is back, or for the next try
+                while (left_s := retry_at - (now := self.clock())) > 0 and not endpoints.has_free(now):
+                    yield Wait(min(left_s, _GLANCE_S))
+                    yield from self._probe_lost(model)
 
     def _probe_lost(self, model: str) -> Steps[None]:
         for endpoint in self.endpoints.take_probes(self.clock()):
