@@ -126,9 +126,9 @@ class GrpcExchange:
                 f"no answer from {self.url} within {step.timeout_s:.3g} s; raise timeout_s to wait longer"
             )
         trailing = error.trailing_metadata() or ()
-        kind = next((value for key, value in trailing if key == "guerdon-error"), None)
+        class_name = next((value for key, value in trailing if key == "guerdon-error"), None)
         num_steps = _number(trailing, "guerdon-num-steps")
-        return add_key_hint(error_of(code, details, _number(trailing, "retry-after"), kind, num_steps), self.url)
+        return add_key_hint(error_of(code, details, _number(trailing, "retry-after"), class_name, num_steps), self.url)
 
 
 class GrpcTransport:

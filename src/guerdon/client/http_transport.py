@@ -167,8 +167,8 @@ class HttpExchange:
         elif status == 404 or (status == 400 and isinstance(self.step, Describe)):
             return errors.UnknownModel(message)
         retry_after_s = _number(reply.headers, "retry-after", None)
-        kind, num_steps = reply.headers.get("guerdon-error"), _number(reply.headers, "guerdon-num-steps", None)
-        return add_key_hint(error_of(status, message, retry_after_s, kind, num_steps), self.url)
+        class_name, num_steps = reply.headers.get("guerdon-error"), _number(reply.headers, "guerdon-num-steps", None)
+        return add_key_hint(error_of(status, message, retry_after_s, class_name, num_steps), self.url)
 
 
 class _KeepAliveBackend(httpcore.AnyIOBackend):
@@ -271,7 +271,7 @@ def fetch(address: Address, path: str, *, method: str = "GET", timeout_s: float 
         message = body.get("error")
         if not isinstance(message, str):
             message = f"{address.url} answered {reply.status} to {path}"
-        raise error_of(reply.status, message, kind=reply.headers.get("guerdon-error"))
+        raise error_of(reply.status, message, class_name=reply.headers.get("guerdon-error"))
     return reply
 
 

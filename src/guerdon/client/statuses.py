@@ -16,19 +16,20 @@ def error_of(
     status: int | str,
     message: str,
     retry_after_s: float | None = None,
-    kind: str | bytes | None = None,
+    class_name: str | bytes | None = None,
     num_steps: float | None = None,
 ) -> GuerdonError:
     """Returns the error of the class that the server raised.
 
-    `status` is an HTTP status or the name of a gRPC status. Several classes share one, so `kind`, the class's name,
-    decides if the server sends it. `num_steps` is TrainFailed's.
+    `status` is an HTTP status or the name of a gRPC status. Several classes share one, so `class_name` decides if the
+    server sends it. `num_steps` is TrainFailed's.
     """
-    if kind == "TrainFailed":
+    if class_name == "TrainFailed":
         return errors.TrainFailed(message, int(num_steps or 0))
-    if kind == "Overloaded" or status == 429 or (status in (503, "RESOURCE_EXHAUSTED") and retry_after_s is not None):
+    is_full = status == 429 or (status in (503, "RESOURCE_EXHAUSTED") and retry_after_s is not None)
+    if class_name == "Overloaded" or is_full:
         return errors.Overloaded(message, retry_after_s or 0.0)
-    cls = getattr(errors, kind, None) if isinstance(kind, str) else None
+    cls = getattr(errors, class_name, None) if isinstance(class_name, str) else None
     if isinstance(cls, type) and issubclass(cls, GuerdonError) and not issubclass(cls, errors.StartError):
         return cls(message)
     if isinstance(status, int):
