@@ -31,7 +31,7 @@ from guerdon.training import collectives, lora, trainer_checkpoint
 from guerdon.training.algorithms.losses import ValueLossStats, clipped_value_loss
 from guerdon.training.estimates import read_rows, with_estimates
 from guerdon.training.optimiser import Optimiser, check_layout
-from guerdon.training.trainer_checkpoint import Learner, TrainerCheckpoint
+from guerdon.training.trainer_checkpoint import TrainableWeights, TrainerCheckpoint
 from guerdon.trees import flatten, whole_trees
 
 FORMAT = 1
@@ -40,7 +40,7 @@ DIGITS = 12
 log = logging.getLogger(__name__)
 
 
-class CriticTrainer(Learner):
+class CriticTrainer(TrainableWeights):
     """A critic with its optimiser: it scores sequences, and learns from train requests, one at a time.
 
     Its weights are a function of the initial checkpoint and of the train requests since; bitwise on a CPU. With several

@@ -26,7 +26,7 @@ from guerdon.settings.config import LearningConfig
 from guerdon.training import collectives, lora, trainer_checkpoint
 from guerdon.training.algorithms.losses import PolicyLossStats
 from guerdon.training.optimiser import Optimiser, check_layout
-from guerdon.training.trainer_checkpoint import Learner, TrainerCheckpoint
+from guerdon.training.trainer_checkpoint import TrainableWeights, TrainerCheckpoint
 
 FORMAT = 1
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class StepReport:
     num_micro_batches: int
 
 
-class PolicyTrainer(Learner):
+class PolicyTrainer(TrainableWeights):
     """A causal language model with its optimiser, and the reference for its KL penalty.
 
     Its weights are a function of the initial checkpoint, the seed and the steps since; bitwise on a CPU. The reference

@@ -167,7 +167,7 @@ class TrainerCheckpoint:
         return restore
 
 
-class Learner:
+class TrainableWeights:
     """What critic and policy have in common: after a change of the weights that broke off, nothing may be computed."""
 
     _broken = ""
