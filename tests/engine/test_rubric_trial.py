@@ -194,8 +194,8 @@ def test_a_rubric_that_suits_the_model_is_not_warned_of(tmp_path: Path, caplog: 
         (THINKS, "{enable_thinkng: false}", "chat_template_kwargs has enable_thinkng, and the chat template has no"),
         ("", "{enable_thinking: false}", "and the checkpoint has no chat template"),
         (THINKS, "{add_generation_prompt: false}", "chat_template_kwargs has 'add_generation_prompt'"),
-        (THINKS, "{1: false}", "chat_template_kwargs has 1"),
-        (THINKS, "false", "chat_template_kwargs is no mapping"),
+        (THINKS, "{1: false}", "chat_template_kwargs has '1'"),
+        (THINKS, "false", "line 6: chat_template_kwargs must be a mapping, not bool"),
     ],
 )
 def test_a_variable_that_the_template_lacks_is_refused(template: str, more: str, message: str, tmp_path: Path) -> None:
