@@ -19,7 +19,8 @@ from guerdon.server.front import http_app
 from guerdon.server.model_repository import Repository
 from guerdon.settings.access import KEYS_VARIABLE, has_keys, is_loopback
 from guerdon.settings.config import ServerConfig
-from guerdon.settings.fields import check_settings, from_mapping, read_yaml
+from guerdon.settings.fields import check_settings, from_mapping
+from guerdon.settings.yaml_files import read_yaml
 
 try:
     from ray import serve

@@ -23,7 +23,8 @@ from guerdon.judge_core import (
     Schedule,
     Spellings,
 )
-from guerdon.settings.fields import Contradictions, caught, check_settings, from_mapping, read_yaml, setting
+from guerdon.settings.fields import Contradictions, caught, check_settings, from_mapping, setting
+from guerdon.settings.yaml_files import read_yaml
 
 _SET = ("messages", "add_generation_prompt")
 """Variables of a chat template that guerdon sets."""

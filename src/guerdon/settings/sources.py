@@ -19,7 +19,8 @@ from guerdon.settings.config import (
     ServerConfig,
     TeacherConfig,
 )
-from guerdon.settings.fields import check_settings, default_of, from_mapping, read_yaml, without_none
+from guerdon.settings.fields import check_settings, default_of, from_mapping, without_none
+from guerdon.settings.yaml_files import read_yaml
 
 CRITIC_PORTS = {"port": 5556, "grpc_port": 5558}
 """Default ports of `serve-critic`, so that it can run beside a reward model's server."""
