@@ -22,7 +22,7 @@ CODE = {  # path prefix in src/guerdon: the extra that its code is for; the long
     "": "",
     "wire/kserve_grpc.py": "grpc",
     "client/grpc_transport.py": "grpc",
-    **dict.fromkeys(("server", "engine", "training", "distributed", "assembly.py", "local.py"), "server"),
+    **dict.fromkeys(("server", "kinds", "engine", "training", "distributed", "assembly.py", "local.py"), "server"),
     "server/chat_judge": "server",
     "verifiers/mathematics.py": "math",
     "verifiers": "server",
