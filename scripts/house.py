@@ -19,13 +19,13 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 59_100,
-    "files of src": 324,
-    "lines of tests": 78_850,
-    "modules with one importer": 90,
-    "private functions that one place calls": 790,
-    "imports, % of the lines": 7.3,
-    "public classes with two homes": 27,
+    "lines of src": 57_600,
+    "files of src": 319,
+    "lines of tests": 77_250,
+    "modules with one importer": 73,
+    "private functions that one place calls": 610,
+    "imports, % of the lines": 7.0,
+    "public classes with two homes": 7,
     "places outside of kinds/ that ask for the kind": 36,
 }
 """Bounds that only fall: whoever lowers a count lowers its bound."""
