@@ -137,7 +137,8 @@ def _results(ours: float) -> dict:
     about = {"date": "2026-11-22", "commit": "c0ffee", "hardware": "a machine"}
     models = [{
         "shape": "384 x 6", "dtype": "float32", "responses": 8, "computed": 9,
-        "product_flops": 8e9, "attention_flops": 1e9, "product_bytes": 1e6, "seconds": [1.0, 1.1], "product_seconds": [0.9, 0.9],
+        "product_flops": 8e9, "attention_flops": 1e9, "product_bytes": 1e6,
+        "seconds": [1.0, 1.1], "product_seconds": [0.9, 0.9],
     }]  # fmt: skip
     return {
         "peers": {**about, "data": "chats", "shape": "small", "rounds": 3, "response_tokens": 192,
