@@ -1,7 +1,7 @@
 """Counts what the sources hold, beside bounds: lines, files, importers, helpers, homes of names; prints a table.
 
 python scripts/house.py           prints the table
-python scripts/house.py --check   fails if a count exceeds its bound
+python scripts/house.py --check   fails if a count exceeds its bound, or if docs/house.md has other bounds
 python scripts/house.py --list    prints what was counted, too
 """
 
@@ -139,6 +139,10 @@ def main() -> int:
         for name, one in every.items():
             lines += [f"\n{name}:", *(f"  {what}" for what in one.what)]
     sys.stdout.write("\n".join(lines) + "\n")
+    page = (ROOT / "docs/house.md").read_text()
+    if args.check and (missing := [row for name in every if (row := f"| {name} | {MOST[name]:,} |") not in page]):
+        sys.stderr.write("docs/house.md lacks the rows\n" + "\n".join(missing) + "\n")
+        return 1
     above = [name for name, one in every.items() if one.number > MOST[name]]
     if args.check and above:
         sys.stderr.write(f"above the bound in scripts/house.py: {', '.join(above)}\n")
