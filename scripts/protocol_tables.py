@@ -34,9 +34,9 @@ TABLES = {
     "outputs": schema.table(
         field
         for field in schema.OUTPUTS
-        if field.axes.startswith("B") and not field.at.startswith("logprobs") and field is not schema.MORE_ATTRIBUTES
+        if field.axes.startswith("B") and not field.at.startswith("answer.") and field is not schema.MORE_ATTRIBUTES
     ),
-    "teacher": schema.table(field for field in schema.OUTPUTS if field.at.startswith("logprobs")),
+    "teacher": schema.table(field for field in schema.OUTPUTS if field.at.startswith("answer.")),
     "operations": _operations(),
 }
 """The tables by name; a page has one between `<!-- tensors: NAME -->` and `<!-- end -->`."""
