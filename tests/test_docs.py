@@ -29,7 +29,8 @@ from guerdon.server.metrics import COLLECTED, TABLE
 from guerdon.server.runtime import check_addresses
 from guerdon.settings.actors import DistillRunConfig, PPORunConfig, ReinforceRunConfig
 from guerdon.settings.config import ModelConfig, ServerConfig
-from guerdon.settings.fields import from_mapping, read_yaml
+from guerdon.settings.fields import from_mapping
+from guerdon.settings.yaml_files import read_yaml
 from processes import environment
 from served import running
 

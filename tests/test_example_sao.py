@@ -15,7 +15,8 @@ from guerdon import CriticClient
 from guerdon.actor import ppo
 from guerdon.settings.actors import PPORunConfig, check_actor
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
-from guerdon.settings.fields import from_mapping, read_yaml
+from guerdon.settings.fields import from_mapping
+from guerdon.settings.yaml_files import read_yaml
 from killing import Kill, Restarted, forkserver, free_port
 from processes import environment
 

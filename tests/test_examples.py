@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import chats
 from forks import Forks
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, get_algorithm
-from guerdon.settings.fields import from_mapping, read_yaml
+from guerdon.settings.fields import from_mapping
+from guerdon.settings.yaml_files import read_yaml
 from processes import environment
 
 ROOT = Path(__file__).parents[1]

@@ -14,7 +14,8 @@ from guerdon.actor.rollouts import Rollout
 from guerdon.actor.training_run import Run
 from guerdon.actor.update import update
 from guerdon.settings.actors import PPORunConfig
-from guerdon.settings.fields import from_mapping, read_yaml
+from guerdon.settings.fields import from_mapping
+from guerdon.settings.yaml_files import read_yaml
 
 
 def score(rollouts: list[Rollout], _check: object = None) -> None:

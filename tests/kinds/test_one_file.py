@@ -14,9 +14,21 @@ from guerdon.cli import console
 from guerdon.cli.subcommands import make_parser
 from guerdon.kinds import all_kinds
 from guerdon.server.runtime import RunningServer
-from kinds.vowels import Vowels, VowelsConfig, count_vowels
+from guerdon.wire import schema
+from kinds.vowels import COUNTS, Vowels, VowelsConfig, add, count_vowels
 
 TEXTS = ["Goethe", "rhythm", "aeiou AEIOU"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kind() -> Iterator[None]:
+    """The kind, added while this module's tests run: the commands and docs of others must not have it."""
+    add()
+    yield
+    all_kinds.KINDS[:] = [kind for kind in all_kinds.KINDS if not isinstance(kind, Vowels)]
+    del all_kinds._BY_NAME["vowels"], schema.MODEL_OUTPUTS[COUNTS.name]
+    schema.OUTPUTS.remove(COUNTS)
+    schema.outputs_of.cache_clear()
 
 
 @pytest.fixture(scope="module")

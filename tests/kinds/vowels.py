@@ -101,17 +101,20 @@ class Vowels(Kind):
         return {**super().tile(info, infos), "estimates_tokens": True}
 
 
-all_kinds.add(Vowels())
-schema.add_output(
-    schema.Field(
-        "vowels",
-        "INT64",
-        "B 1",
-        "answer.number",
-        lambda info: isinstance(info, ModelInfo) and "vowels" in info.outputs,
-        "the number of a text's vowels",
-    )
+COUNTS = schema.Field(
+    "vowels",
+    "INT64",
+    "B 1",
+    "answer.number",
+    lambda info: isinstance(info, ModelInfo) and "vowels" in info.outputs,
+    "the number of a text's vowels",
 )
+
+
+def add() -> None:
+    """Adds the kind and its output."""
+    all_kinds.add(Vowels())
+    schema.add_output(COUNTS)
 
 
 def count_vowels(texts: list[str], model: str = "vowels") -> Call[list[int]]:

@@ -15,7 +15,8 @@ from guerdon.settings.config import (
     RewardConfig,
     ServerConfig,
 )
-from guerdon.settings.fields import check_settings, from_mapping, read_yaml
+from guerdon.settings.fields import check_settings, from_mapping
+from guerdon.settings.yaml_files import read_yaml
 
 
 def test_a_mapping_becomes_nested_settings() -> None:

@@ -184,9 +184,7 @@ def test_a_declared_token_has_the_id_that_is_declared(cls: str, where: str, tmp_
     tokenizer, _ = load_tokenizer(tmp_path / "right")
     assert tokenizer.convert_tokens_to_ids(["<step>", "km/h"]) == [size, size + 1]
     assert tokenizer("a<step>km/h", add_special_tokens=False)["input_ids"][1:] == [size, size + 1]
-    with pytest.raises(
-        CheckpointError, match=rf"declares the token '<step>' as {size + 4}, and after .* it is {size}"
-    ):
+    with pytest.raises(CheckpointError, match=rf"declares the token '<step>' as {size + 4}, and after .* it is {size}"):
         load_tokenizer(tmp_path / "gap")
 
 
