@@ -7,7 +7,7 @@
 // segments from the root, with an online softmax. Products go in micro-kernels of up to 6 rows; values of float32 are
 // read in place. A row's mask is a range [low, high) of positions.
 //
-// A multiplication adds the products of a SLOT, 32 bits that hold PER numbers: one float32, or two of bfloat16 where the
+// A multiplication adds the products of a SLOT, 32 bits that hold PER numbers: one float32, or two of bfloat16 if the
 // processor multiplies those (AVX512-BF16; weights are rounded to bfloat16 for the second product, as PyTorch does).
 // Slots of values are pairs of neighbouring positions, the even one first, whoever holds them: a segment that begins at
 // an odd position has its parent's last value, too, and the parent's walk ends before it.
@@ -236,7 +236,8 @@ static void pack_panel(const Attention *a, int64_t head, int64_t panel, int64_t 
     const typename T::type *from = (const typename T::type *)a->key + head * a->key_head +
                                    (s->start + at - s->position) * a->key_token;
     if (SlotOf<T>::Slot::PER > 1) {
-        for (int64_t lane = first; lane < stop; lane++) copy_slots<T>(from + lane * a->key_token, a->size, to + lane, VW);
+        for (int64_t lane = first; lane < stop; lane++)
+            copy_slots<T>(from + lane * a->key_token, a->size, to + lane, VW);
         return;
     }
     float numbers[VW];
@@ -344,9 +345,9 @@ typedef struct {
 template <class T>
 static void attend(const Attention *a, const Sizes *sizes, const float *panels, const float *packed, int64_t head,
                    const Block *block, Room room) {
-    const int64_t group = a->heads / a->kv_heads, depth = sizes->depth, width = sizes->width, num = block->count * group;
     typedef typename SlotOf<T>::Slot Slot;
-    const int64_t per = Slot::PER;
+    const int64_t per = Slot::PER, depth = sizes->depth, width = sizes->width;
+    const int64_t group = a->heads / a->kv_heads, num = block->count * group;
     const int64_t *tokens = a->rows + block->first, *low = a->low + block->first, *high = a->high + block->first;
     const int64_t *chain = a->chains + a->chain_starts[block->segment];
     const int64_t *chain_end = a->chains + a->chain_starts[block->segment + 1];
@@ -373,8 +374,9 @@ static void attend(const Attention *a, const Sizes *sizes, const float *panels, 
                     int64_t to = least(stop, high[(r + m - 1) / group]);
                     if (p * VW >= to || (p + NV) * VW <= low[r / group]) continue;
                     int64_t n = least(NV, (to - p * VW + VW - 1) / VW);
-                    logits_of_rows<Slot>(m, n, room.q + r * depth, depth, own, factor, room.logits + r * LDS + p * VW - at,
-                                      most(0, first - p * VW), least(n * VW, stop - p * VW));
+                    float *logits = room.logits + r * LDS + p * VW - at;
+                    logits_of_rows<Slot>(m, n, room.q + r * depth, depth, own, factor, logits,
+                                         most(0, first - p * VW), least(n * VW, stop - p * VW));
                 }
             }
         }
@@ -384,8 +386,8 @@ static void attend(const Attention *a, const Sizes *sizes, const float *panels, 
             int64_t to = least(KEYS, padded(high[(r + m - 1) / group], per) - at);
             for (int64_t i = r; i < r + m; i++)
                 soften<Slot>(a, room.logits + i * LDS, from, to, most(0, low[i / group] - at),
-                          least(KEYS, high[i / group] - at), room.largest + i, room.total + i, room.out + i * width,
-                          width);
+                             least(KEYS, high[i / group] - at), room.largest + i, room.total + i,
+                             room.out + i * width, width);
         }
         for (const int64_t *c = chain; c < chain_end && a->segments[*c].position < at + KEYS; c++) {
             const Segment *s = a->segments + *c;
@@ -400,8 +402,8 @@ static void attend(const Attention *a, const Sizes *sizes, const float *panels, 
                     if (from >= to) continue;
                     int64_t slot = per == 1 ? s->start + from - s->position
                                             : (s->panel * VW + from - s->position / VW * VW) / per;
-                    add_values_of_rows<Slot>(m, room.logits + r * LDS + (from - at) / per, values + slot * stride, stride,
-                                          (to - from) / per, room.out + r * width, width);
+                    add_values_of_rows<Slot>(m, room.logits + r * LDS + (from - at) / per, values + slot * stride,
+                                             stride, (to - from) / per, room.out + r * width, width);
                 }
             }
         }
