@@ -7,10 +7,8 @@
 // segments from the root, with an online softmax. Products go in micro-kernels of up to 6 rows; values of float32 are
 // read in place. A row's mask is a range [low, high) of positions.
 //
-// A multiplication adds the products of a SLOT, 32 bits that hold PER numbers: one float32, or two of bfloat16 if the
-// processor multiplies those (AVX512-BF16; weights are rounded to bfloat16 for the second product, as PyTorch does).
-// Slots of values are pairs of neighbouring positions, the even one first, whoever holds them: a segment that begins at
-// an odd position has its parent's last value, too, and the parent's walk ends before it.
+// A multiplication of a query and a key adds the products of a SLOT, 32 bits that hold PER numbers: one float32, or two of
+// bfloat16 if the processor multiplies those (AVX512-BF16). Weights and values are multiplied in float32.
 //
 // Nothing is allocated here: tables and scratch come from Python, where a failing allocation is an error.
 #include <math.h>
@@ -60,16 +58,15 @@ typedef struct {
 } Attention;
 
 typedef struct {
-    int64_t per, depth, width, keys, values, packs_values, per_thread, rows;  // depth: slots of a query
+    int64_t depth, width, keys, values, packs_values, per_thread, rows;  // depth: slots of a query
 } Sizes;
 
 INLINE int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// What a slot holds: `add` multiplies slots, `put` writes numbers j and following of a row.
+// What a slot holds; `add` multiplies slots.
 struct One {
     enum { PER = 1 };
     INLINE vf add(vf sum, vf x, vf y) { return sum + x * y; }
-    INLINE void put(float *row, int64_t j, vf numbers) { store(row + j, numbers); }
 };
 template <class T>
 struct SlotOf {
@@ -80,9 +77,6 @@ struct SlotOf {
 struct Two {
     enum { PER = 2 };
     INLINE vf add(vf sum, vf x, vf y) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y); }
-    INLINE void put(float *row, int64_t j, vf numbers) {
-        *(vh *)((char *)row + 2 * j) = (vh)_mm512_cvtneps_pbh((__m512)numbers);
-    }
 };
 template <>
 struct SlotOf<BFloat16> {
@@ -98,13 +92,12 @@ INLINE vf splat_slot(const float *p) {
 
 static Sizes sizes_of(const Attention *a) {
     Sizes s;
-    s.per = a->dtype == BFLOAT16 ? SlotOf<BFloat16>::Slot::PER : 1;
-    s.depth = padded(a->size, s.per) / s.per;
+    const int64_t per = a->dtype == BFLOAT16 ? SlotOf<BFloat16>::Slot::PER : 1;
+    s.depth = padded(a->size, per) / per;
     s.width = padded(a->value_size, VW);
     s.keys = a->kv_heads * a->num_panels * s.depth * VW;
     s.packs_values = a->dtype != FLOAT32 || s.width != a->value_size;
-    int64_t slots = s.per == 1 ? a->tokens : a->num_panels * VW / s.per;  // of values, by token or by lane of a panel
-    s.values = s.packs_values ? a->kv_heads * slots * s.width : 0;
+    s.values = s.packs_values ? a->kv_heads * a->tokens * s.width : 0;
     s.rows = most(ROWS, a->heads / a->kv_heads);
     s.per_thread = padded(s.rows * s.depth + s.rows * s.width + s.rows * LDS + 2 * s.rows, 16);
     return s;
@@ -157,8 +150,8 @@ static void logits_of(const float *q, int64_t depth, const float *panels, float 
     }
 }
 
-// out[M][N*VW] += weights[M][n] . values[n][N*VW], n in slots
-template <class Slot, int M, int N>
+// out[M][N*VW] += weights[M][n] . values[n][N*VW]
+template <class, int M, int N>
 static void add_values(const float *w, const float *values, int64_t stride, int64_t n, float *out, int64_t width) {
     vf a[M][N];
 #pragma GCC unroll 8
@@ -172,9 +165,9 @@ static void add_values(const float *w, const float *values, int64_t stride, int6
         for (int j = 0; j < N; j++) b[j] = load(values + k * stride + j * VW);
 #pragma GCC unroll 8
         for (int i = 0; i < M; i++) {
-            vf x = splat_slot(w + i * LDS + k);
+            vf x = splat(w[i * LDS + k]);
 #pragma GCC unroll 8
-            for (int j = 0; j < N; j++) a[i][j] = Slot::add(a[i][j], x, b[j]);
+            for (int j = 0; j < N; j++) a[i][j] += x * b[j];
         }
     }
 #pragma GCC unroll 8
@@ -206,10 +199,10 @@ static void logits_of_rows(int64_t m, int64_t n, const float *q, int64_t depth, 
     BY_SHAPE(m, n, logits_of, q, depth, panels, factor, out, first, stop)
 }
 
-template <class Slot>
 static void add_values_of_rows(int64_t m, const float *w, const float *values, int64_t stride, int64_t n, float *out,
                                int64_t width) {
     for (int64_t d = 0; d < width; d += NV * VW) {
+        typedef One Slot;
         int64_t vectors = least(NV, (width - d) / VW);
         BY_SHAPE(m, vectors, add_values, w, values + d, stride, n, out + d, width)
     }
@@ -254,32 +247,6 @@ static void pack_value(const Attention *a, int64_t head, int64_t token, float *t
     for (int64_t i = 0; i < width; i += VW) store(to + i, get_some<T>(from + i, a->value_size - i));
 }
 
-// Packs the values at a panel's positions in slots of two, [VW / 2][width].
-template <class T>
-static void pack_pairs(const Attention *a, int64_t head, int64_t panel, float *to, int64_t width) {
-    int64_t number = a->panel_segments[panel];
-    const Segment *s = a->segments + number, *before = 0;
-    if (a->chain_starts[number + 1] - a->chain_starts[number] > 1)
-        before = a->segments + a->chains[a->chain_starts[number + 1] - 2];
-    int64_t at = (s->position / VW + panel - s->panel) * VW;
-    for (int64_t lane = 0; lane < VW; lane += 2, to += width) {
-        const typename T::type *rows[2] = {};
-        for (int i = 0; i < 2; i++) {
-            int64_t p = at + lane + i, token = -1;
-            if (p >= s->position && p < s->position + s->length) token = s->start + p - s->position;
-            if (p == s->position - 1 && i == 0 && before) token = before->start + before->length - 1;
-            if (token >= 0)
-                rows[i] = (const typename T::type *)a->value + head * a->value_head + token * a->value_token;
-        }
-        for (int64_t d = 0; d < width; d += VW) {
-            vu even = {}, odd = {};
-            if (rows[0]) even = (vu)get_some<T>(rows[0] + d, a->value_size - d);
-            if (rows[1]) odd = (vu)get_some<T>(rows[1] + d, a->value_size - d);
-            store(to + d, (vf)(even >> 16 | odd));
-        }
-    }
-}
-
 template <class T>
 static void pack_query(const Attention *a, int64_t head, int64_t token, float factor, float *to) {
     const typename T::type *from = (const typename T::type *)a->query + head * a->query_head + token * a->query_token;
@@ -297,17 +264,11 @@ static void write_row(const Attention *a, int64_t head, int64_t token, const flo
 
 // ------------------------------------------------------------------------------------------ softmax
 
-template <class Slot>
-INLINE void put_zeros(float *x, int64_t from, int64_t to) {
-    if (from < to) memset((char *)x + from * 4 / Slot::PER, 0, (to - from) * 4 / Slot::PER);
-}
-
 // Turns a row's logits in columns [first, stop) into weights, zero in the rest of [from, to); updates its sums.
-template <class Slot>
 static void soften(const Attention *a, float *x, int64_t from, int64_t to, int64_t first, int64_t stop, float *largest,
                    float *total, float *out, int64_t width) {
     if (stop <= first) {
-        put_zeros<Slot>(x, from, to);
+        for (int64_t j = from; j < to; j++) x[j] = 0;
         return;
     }
     int64_t begin = first / VW * VW, end = padded(stop, VW);
@@ -322,7 +283,7 @@ static void soften(const Attention *a, float *x, int64_t from, int64_t to, int64
     vf shift = splat(best == -INFINITY ? 0.0f : best), added = {};
     for (int64_t j = begin; j < end; j += VW) {
         vf e = exp2_of(load(x + j) - shift);
-        Slot::put(x, j, e);  // behind what is still to be read
+        store(x + j, e);
         added += e;
     }
     if (best != *largest) {
@@ -332,8 +293,8 @@ static void soften(const Attention *a, float *x, int64_t from, int64_t to, int64
         *largest = best;
     }
     *total += sum(added);
-    put_zeros<Slot>(x, from, begin);
-    put_zeros<Slot>(x, end, to);
+    for (int64_t j = from; j < begin; j++) x[j] = 0;
+    for (int64_t j = end; j < to; j++) x[j] = 0;
 }
 
 // ------------------------------------------------------------------------------------------ a block of rows
@@ -346,7 +307,7 @@ template <class T>
 static void attend(const Attention *a, const Sizes *sizes, const float *panels, const float *packed, int64_t head,
                    const Block *block, Room room) {
     typedef typename SlotOf<T>::Slot Slot;
-    const int64_t per = Slot::PER, depth = sizes->depth, width = sizes->width;
+    const int64_t depth = sizes->depth, width = sizes->width;
     const int64_t group = a->heads / a->kv_heads, num = block->count * group;
     const int64_t *tokens = a->rows + block->first, *low = a->low + block->first, *high = a->high + block->first;
     const int64_t *chain = a->chains + a->chain_starts[block->segment];
@@ -382,28 +343,24 @@ static void attend(const Attention *a, const Sizes *sizes, const float *panels, 
         }
         for (int64_t r = 0; r < num; r += MR) {
             int64_t m = least(MR, num - r);
-            int64_t from = most(0, low[r / group] / per * per - at);
-            int64_t to = least(KEYS, padded(high[(r + m - 1) / group], per) - at);
+            int64_t from = most(0, low[r / group] - at), to = least(KEYS, high[(r + m - 1) / group] - at);
             for (int64_t i = r; i < r + m; i++)
-                soften<Slot>(a, room.logits + i * LDS, from, to, most(0, low[i / group] - at),
+                soften(a, room.logits + i * LDS, from, to, most(0, low[i / group] - at),
                              least(KEYS, high[i / group] - at), room.largest + i, room.total + i,
                              room.out + i * width, width);
         }
         for (const int64_t *c = chain; c < chain_end && a->segments[*c].position < at + KEYS; c++) {
             const Segment *s = a->segments + *c;
-            int64_t own_end = s->position + s->length;
-            int64_t end = least(c + 1 < chain_end ? own_end / per * per : padded(own_end, per), at + KEYS);
-            for (int64_t p = most(s->position / per * per, at); p < end; p += VALUES) {
+            int64_t end = least(s->position + s->length, at + KEYS);
+            for (int64_t p = most(s->position, at); p < end; p += VALUES) {
                 int64_t stop = least(p + VALUES, end);
                 for (int64_t r = 0; r < num; r += MR) {
                     int64_t m = least(MR, num - r);
-                    int64_t from = most(p, low[r / group] / per * per);
-                    int64_t to = least(stop, padded(high[(r + m - 1) / group], per));
-                    if (from >= to) continue;
-                    int64_t slot = per == 1 ? s->start + from - s->position
-                                            : (s->panel * VW + from - s->position / VW * VW) / per;
-                    add_values_of_rows<Slot>(m, room.logits + r * LDS + (from - at) / per, values + slot * stride,
-                                             stride, (to - from) / per, room.out + r * width, width);
+                    int64_t from = most(p, low[r / group]), to = least(stop, high[(r + m - 1) / group]);
+                    if (from < to)
+                        add_values_of_rows(m, room.logits + r * LDS + from - at,
+                                           values + (s->start + from - s->position) * stride, stride, to - from,
+                                           room.out + r * width, width);
                 }
             }
         }
@@ -434,13 +391,7 @@ static void compute(const Attention *a) {
         for (int64_t head = 0; head < a->kv_heads; head++)
             for (int64_t panel = 0; panel < a->num_panels; panel++)
                 pack_panel<T>(a, head, panel, sizes.depth, keys + (head * a->num_panels + panel) * panel_size);
-        if constexpr (SlotOf<T>::Slot::PER > 1) {
-            const int64_t slots = VW / SlotOf<T>::Slot::PER * sizes.width;
-#pragma omp for collapse(2) schedule(static) nowait
-            for (int64_t head = 0; head < a->kv_heads; head++)
-                for (int64_t panel = 0; panel < a->num_panels; panel++)
-                    pack_pairs<T>(a, head, panel, values + head * head_values + panel * slots, sizes.width);
-        } else if (sizes.packs_values) {
+        if (sizes.packs_values) {
 #pragma omp for collapse(2) schedule(static) nowait
             for (int64_t head = 0; head < a->kv_heads; head++)
                 for (int64_t token = 0; token < a->tokens; token++)
