@@ -25,7 +25,7 @@ MOST = {
     "modules with one importer": 73,
     "private functions that one place calls": 610,
     "imports, % of the lines": 7.0,
-    "public classes with two homes": 7,
+    "public classes with two homes": 0,
     "places outside of kinds/ that ask for the kind": 10,
 }
 """Bounds that only fall: whoever lowers a count lowers its bound."""

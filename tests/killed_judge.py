@@ -13,14 +13,14 @@ from guerdon import assembly
 from guerdon.server import runtime
 from guerdon.server.chat_judge import answer_cache
 from guerdon.server.chat_judge.answer_cache import AnswerCache
-from guerdon.server.chat_judge.calling import Caller
+from guerdon.server.chat_judge.calling import ChatCaller
 from guerdon.settings.chat_judges import ChatJudgeConfig
 from guerdon.settings.config import ServerConfig
 from killing import Points, kill_at
 
 AMID = "amid a write"
 POINTS: Points = {
-    "before a call": (Caller, "_call", True),
+    "before a call": (ChatCaller, "_call", True),
     "between an answer and the disk": (AnswerCache, "_append", True),
     "between the write and its fsync": (os, "pwrite", False),  # type: ignore[dict-item]
     "between the disk and the sample": (AnswerCache, "_append", False),

@@ -26,7 +26,7 @@ from guerdon.settings.actors import (
     ReinforceRunConfig,
     RemoteCriticConfig,
     RemoteRewardConfig,
-    RewardModelServer,
+    RewardServer,
     TeacherServer,
 )
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig, TeacherConfig
@@ -93,7 +93,7 @@ def reinforced(
         **settings_of(folder, out),
         # The running mean is a memory, and two epochs of two batches are four optimiser steps.
         reinforce=ReinforceConfig(**{"advantage_estimator": "mean", "epochs": 2, "global_batch_size": 8, **algorithm}),
-        remote_rm=RemoteRewardConfig(RewardModelServer(port=port), timeout_s=TIMEOUT_S),
+        remote_rm=RemoteRewardConfig(RewardServer(port=port), timeout_s=TIMEOUT_S),
     )
     return outcome_with_kills(config, server_config, out, actor_kills, server_kills)
 

@@ -34,7 +34,7 @@ from guerdon.settings.actors import (
     ReinforceRunConfig,
     RemoteCriticConfig,
     RemoteRewardConfig,
-    RewardModelServer,
+    RewardServer,
 )
 from guerdon.settings.config import CriticConfig, ModelConfig
 from launched import Launch, started
@@ -184,7 +184,7 @@ def test_reinforce_on_two_ranks_learns_as_one_process(tmp_path: Path) -> None:
     with serving(ModelConfig(model="actor.reward_functions:even", name="even")) as server:
 
         def config(out: str) -> ReinforceRunConfig:
-            remote = RemoteRewardConfig(RewardModelServer(name="even", urls=[server.http_url]), timeout_s=30.0)
+            remote = RemoteRewardConfig(RewardServer(name="even", urls=[server.http_url]), timeout_s=30.0)
             return ReinforceRunConfig(**parts(folder, tmp_path / out, steps=3), remote_rm=remote)
 
         reinforce.train(config("one"))

@@ -23,7 +23,7 @@ from guerdon.settings.actors import (
     ReinforceRunConfig,
     RemoteCriticConfig,
     RemoteRewardConfig,
-    RewardModelServer,
+    RewardServer,
     TeacherServer,
 )
 from guerdon.settings.config import CriticConfig, ModelConfig, ParallelConfig, TeacherConfig
@@ -66,7 +66,7 @@ def config_of(
         **parts(folder, out, steps=steps, **{"rollouts": {"prompts_per_step": 5}, **more}),
         parallel=parallel,
         reinforce=ReinforceConfig(**{"epochs": 2, "global_batch_size": 12, **(algorithm or {})}),
-        remote_rm=RemoteRewardConfig(RewardModelServer(name="even", urls=[url]), timeout_s=30.0),
+        remote_rm=RemoteRewardConfig(RewardServer(name="even", urls=[url]), timeout_s=30.0),
         reference=reference or TeacherServer(),
     )
 

@@ -12,7 +12,7 @@ import yaml
 from actor.rollouts import serving
 from actor.runs import metrics_of, parts
 from guerdon.actor import reinforce
-from guerdon.settings.actors import ReinforceRunConfig, RemoteRewardConfig, RewardModelServer
+from guerdon.settings.actors import ReinforceRunConfig, RemoteRewardConfig, RewardServer
 from guerdon.settings.config import ModelConfig, ParallelConfig
 from launched import Launch, launching
 
@@ -32,7 +32,7 @@ def config_of(folder: Path, url: str, out: Path, steps: int) -> ReinforceRunConf
     made = ReinforceRunConfig(
         **parts(folder, out, steps=steps, rollouts=LONG, total_steps=100),
         parallel=ParallelConfig(rank_timeout_s=10.0),
-        remote_rm=RemoteRewardConfig(RewardModelServer(name="even", urls=[url]), timeout_s=30.0),
+        remote_rm=RemoteRewardConfig(RewardServer(name="even", urls=[url]), timeout_s=30.0),
     )
     made.data.num_validation = 0
     return made

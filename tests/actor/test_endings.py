@@ -20,7 +20,7 @@ from guerdon.actor.remote_rewards import RemoteRewards, samples_of
 from guerdon.actor.rollouts import Rollout, response_text
 from guerdon.adapters import areal, openrlhf, trl, verl
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.actors import CriticServer, DataConfig, RemoteCriticConfig, RemoteRewardConfig, RewardModelServer
+from guerdon.settings.actors import CriticServer, DataConfig, RemoteCriticConfig, RemoteRewardConfig, RewardServer
 from guerdon.settings.config import CriticConfig, ModelConfig
 
 ASKED = {"role": "user", "content": "an inn in the north"}
@@ -96,7 +96,7 @@ def test_the_actors_answer_ends_as_the_template_ends_it(
     assert prompts.ending is not None and prompts.ending.text == chats.FAMILIES[family[0]].ending
     rollouts = rollouts_of(prompts, tokenizer)
     assert [r.text for r in rollouts] == [ANSWER, ANSWER]
-    config = RemoteRewardConfig(RewardModelServer(urls=[server.http_url]), send=send, timeout_s=30.0)
+    config = RemoteRewardConfig(RewardServer(urls=[server.http_url]), send=send, timeout_s=30.0)
     with RemoteRewards(config) as rewards:
         rewards.wait_ready()
         rewards.score(rollouts)

@@ -27,7 +27,7 @@ from guerdon.settings.actors import (
     ReinforceRunConfig,
     RemoteCriticConfig,
     RemoteRewardConfig,
-    RewardModelServer,
+    RewardServer,
 )
 from guerdon.settings.config import CriticConfig, ModelConfig
 from guerdon.training.policy_trainer import PolicyTrainer
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reinforced(folder: Path, out: Path, url: str, steps: int = 3, **run: Any) -> ReinforceRunConfig:
     config = ReinforceRunConfig(
         **parts(folder, out, steps=steps),
-        remote_rm=RemoteRewardConfig(RewardModelServer(urls=[url]), timeout_s=TIMEOUT_S),
+        remote_rm=RemoteRewardConfig(RewardServer(urls=[url]), timeout_s=TIMEOUT_S),
     )
     for name, value in run.items():
         setattr(config.run, name, value)
@@ -59,7 +59,7 @@ def optimised(folder: Path, out: Path, critic: str, rewards: str | None = None) 
     config = PPORunConfig(**parts(folder, out, steps=3))
     config.remote_critic_rm = RemoteCriticConfig(critic=CriticServer(url=critic), timeout_s=TIMEOUT_S)
     if rewards is not None:
-        config.remote_critic_rm.reward_model = RewardModelServer(urls=[rewards])
+        config.remote_critic_rm.reward_model = RewardServer(urls=[rewards])
         config.remote_critic_rm.combine_rm_and_critic_server = False
     config.data.num_validation = 0
     return config

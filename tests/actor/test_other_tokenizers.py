@@ -25,7 +25,7 @@ from guerdon.settings.actors import (
     ReinforceRunConfig,
     RemoteCriticConfig,
     RemoteRewardConfig,
-    RewardModelServer,
+    RewardServer,
 )
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 from guerdon.vocabulary import difference, identity
@@ -51,7 +51,7 @@ def reward_model(folder: Path, edit: Callable[[dict[str, Any]], None] | None = N
 
 
 def settings(url: str, send: Any = "tokens", suffix: str = "") -> RemoteRewardConfig:
-    return RemoteRewardConfig(RewardModelServer(urls=[url]), send=send, suffix=suffix, timeout_s=30.0)
+    return RemoteRewardConfig(RewardServer(urls=[url]), send=send, suffix=suffix, timeout_s=30.0)
 
 
 def test_a_run_against_another_tokenizer_does_not_begin(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_critics_own_reward_server_is_compared_too(tmp_path: Path) -> None:
     critic, tokenizer = CriticConfig(model=str(same)), AutoTokenizer.from_pretrained(policy)
     with serving(ModelConfig(model=str(other)), critic=critic) as server:
         config = RemoteCriticConfig(
-            RewardModelServer(urls=[server.http_url]),
+            RewardServer(urls=[server.http_url]),
             critic=CriticServer(url=server.http_url),
             combine_rm_and_critic_server=False,
             timeout_s=30.0,

@@ -23,7 +23,7 @@ from guerdon.settings.actors import (
     PPOConfig,
     PPORunConfig,
     RemoteCriticConfig,
-    RewardModelServer,
+    RewardServer,
     resolve_schedule,
 )
 from guerdon.settings.config import CriticConfig, ModelConfig
@@ -57,7 +57,7 @@ def config_of(
         **parts(folder, out, **more),
         ppo=PPOConfig(**(algorithm or {})),
         remote_critic_rm=RemoteCriticConfig(
-            reward_model=RewardModelServer(name="even", urls=[url]),
+            reward_model=RewardServer(name="even", urls=[url]),
             timeout_s=60.0,
             critic=CriticServer(url=url),
             combine_rm_and_critic_server=False,

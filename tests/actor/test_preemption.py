@@ -22,7 +22,7 @@ from guerdon.settings.actors import (
     DataConfig,
     ReinforceRunConfig,
     RemoteRewardConfig,
-    RewardModelServer,
+    RewardServer,
     RunConfig,
     parse_time_limit,
 )
@@ -139,7 +139,7 @@ def test_a_rank_lost_at_the_end_hides_no_error(
         parallel=ParallelConfig(),
         data=DataConfig(prompts=str(tmp_path / "prompts.jsonl"), num_validation=0),
         run=RunConfig(steps=1, output_dir="/out"),
-        remote_rm=RemoteRewardConfig(RewardModelServer(name="even", urls=["http://localhost:1"])),
+        remote_rm=RemoteRewardConfig(RewardServer(name="even", urls=["http://localhost:1"])),
     )
     with pytest.raises(SystemExit):
         launch.run(config, fail)

@@ -18,7 +18,7 @@ from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run_checkpoints import RunCheckpoints
 from guerdon.actor.training_run import Run
 from guerdon.errors import ConfigError, RunFailed
-from guerdon.settings.actors import ReinforceConfig, ReinforceRunConfig, RemoteRewardConfig, RewardModelServer
+from guerdon.settings.actors import ReinforceConfig, ReinforceRunConfig, RemoteRewardConfig, RewardServer
 from guerdon.settings.config import ModelConfig
 from server.helpers import wait_until
 
@@ -37,7 +37,7 @@ def config_of(
     return ReinforceRunConfig(
         **parts(folder, out, **more),
         reinforce=ReinforceConfig(**(algorithm or {})),
-        remote_rm=RemoteRewardConfig(RewardModelServer(name=reward, urls=[url]), timeout_s=30.0),
+        remote_rm=RemoteRewardConfig(RewardServer(name=reward, urls=[url]), timeout_s=30.0),
     )
 
 

@@ -15,7 +15,7 @@ from guerdon.actor.remote_critic import RemoteCritic
 from guerdon.actor.rollouts import Rollout
 from guerdon.client import ModelSignature
 from guerdon.errors import ConfigError, StartError
-from guerdon.settings.actors import CriticNames, CriticServer, RemoteCriticConfig, RewardModelServer
+from guerdon.settings.actors import CriticNames, CriticServer, RemoteCriticConfig, RewardServer
 from guerdon.settings.config import CriticConfig, ModelConfig
 
 
@@ -69,7 +69,7 @@ def test_a_reward_model_of_its_own_and_a_sample_that_fails_on_either_server(fold
     bad_reward, bad_value = rollout([9], [13]), rollout([9], [zoo.VOCAB_SIZE], index=1)
     good = rollout([9], [FAVOURITE], index=2)
     with serving(rewarding) as rewards, serving(critic=critic_of(folder)) as server:
-        at = RewardModelServer(urls=[rewards.http_url])
+        at = RewardServer(urls=[rewards.http_url])
         with remote(server.http_url, reward_model=at, combine_rm_and_critic_server=False) as critic:
             critic.wait_ready()
             critic.submit([bad_reward, bad_value, good])

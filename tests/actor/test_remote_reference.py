@@ -23,7 +23,7 @@ from guerdon.settings.actors import (
     ReinforceRunConfig,
     RemoteCriticConfig,
     RemoteRewardConfig,
-    RewardModelServer,
+    RewardServer,
     TeacherServer,
 )
 from guerdon.settings.config import CriticConfig, ModelConfig, TeacherConfig
@@ -50,7 +50,7 @@ def config_of(folder: Path, server: RunningServer, out: Path, reference: str | N
     return ReinforceRunConfig(
         **parts(folder, out, steps=3, rollouts={"temperature": 0.8}),
         reinforce=ReinforceConfig(kl_placement="loss", kl_estimator="k3", kl_coefficient=0.5),
-        remote_rm=RemoteRewardConfig(RewardModelServer(name="even", urls=[server.http_url]), timeout_s=30.0),
+        remote_rm=RemoteRewardConfig(RewardServer(name="even", urls=[server.http_url]), timeout_s=30.0),
         reference=_reference(server, reference),
     )
 

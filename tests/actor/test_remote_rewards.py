@@ -14,14 +14,14 @@ from actor.rollouts import rollout, serving
 from guerdon.actor.remote_rewards import RemoteRewards, samples_of
 from guerdon.actor.rollouts import Rollout
 from guerdon.errors import ConfigError, StartError
-from guerdon.settings.actors import RemoteRewardConfig, RewardModelServer
+from guerdon.settings.actors import RemoteRewardConfig, RewardServer
 from guerdon.settings.config import ModelConfig
 
 SUM = ModelConfig(model="scorers:score")
 
 
 def remote(url: str, *, name: str = "reward_model", timeout_s: float = 30.0, **settings: Any) -> RemoteRewards:
-    server = RewardModelServer(name=name, urls=[url])
+    server = RewardServer(name=name, urls=[url])
     return RemoteRewards(RemoteRewardConfig(server, timeout_s=timeout_s, **settings))
 
 

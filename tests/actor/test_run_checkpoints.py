@@ -11,7 +11,7 @@ import pytest
 from guerdon.actor.run_checkpoints import RunCheckpoints, RunState, check_settings_unchanged, decisive_settings
 from guerdon.durable import seal_again
 from guerdon.errors import CheckpointError, StorageFailed
-from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, RewardModelServer
+from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig, RewardServer
 from processes import by_itself, end_of_child
 
 SETTINGS = {"run.seed": 0, "policy.lora": None, "policy.betas": [0.9, 0.98]}
@@ -160,7 +160,7 @@ def test_what_decides_a_run() -> None:
     for change, path in (
         ({"send": "text"}, "send"),
         ({"suffix": "</s>"}, "suffix"),
-        ({"reward_model": RewardModelServer(name="other")}, "reward_model.name"),
+        ({"reward_model": RewardServer(name="other")}, "reward_model.name"),
         ({"combine_rm_and_critic_server": False}, "combine_rm_and_critic_server"),
     ):
         other = replace(config, remote_critic_rm=replace(config.remote_critic_rm, **change))

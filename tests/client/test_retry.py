@@ -11,7 +11,7 @@ import pytest
 from guerdon.client import Scores
 from guerdon.client.calls import ModelSignature, make_request, prepare_score
 from guerdon.client.endpoints import Endpoints
-from guerdon.client.retry import Caller, Describe, Infer, InferResult, Probe, Ready, RetryPolicy, Step, Wait
+from guerdon.client.retry import Describe, Infer, InferResult, Probe, Ready, RetryingCaller, RetryPolicy, Step, Wait
 from guerdon.errors import (
     DeadlineExceeded,
     GuerdonError,
@@ -39,7 +39,7 @@ class World:
         self.steps: list[Step] = []
         self.times: list[float] = []
         self.server = server
-        self.caller = Caller(Endpoints(urls, rng=random.Random(0)), policy, lambda: self.now, random.Random(0))
+        self.caller = RetryingCaller(Endpoints(urls, rng=random.Random(0)), policy, lambda: self.now, random.Random(0))
 
     def away(self, urls: str, until: float) -> Callable[[Any], Any]:
         """Servers of which those in `urls` refuse connections until that time."""

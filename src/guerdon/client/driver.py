@@ -21,7 +21,7 @@ from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
 from guerdon.client.endpoints import Endpoint, Endpoints
 from guerdon.client.http_transport import HttpTransport
-from guerdon.client.retry import Caller, Describe, Headers, Infer, Probe, Ready, RetryPolicy, Step, Steps, Wait
+from guerdon.client.retry import Describe, Headers, Infer, Probe, Ready, RetryingCaller, RetryPolicy, Step, Steps, Wait
 from guerdon.errors import Cancelled, GuerdonError, StartError, UnknownModel, install_command
 
 T = TypeVar("T")
@@ -39,7 +39,9 @@ class Session:
         Raises ConfigError if the files of an address's credentials cannot be read, GuerdonError for a gRPC address in a
         process that was forked while gRPC was at work.
         """
-        self.caller = Caller(Endpoints([address.url for address in addresses]), policy, time.monotonic, random.Random())
+        self.caller = RetryingCaller(
+            Endpoints([address.url for address in addresses]), policy, time.monotonic, random.Random()
+        )
         self._transports = {address.url: _open_transport(address, policy) for address in addresses}
         self._has_grpc = any(address.is_grpc for address in addresses)
         self._lock = threading.Lock()  # of the steps, the slots and the queue; never held while anything waits

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, Self, TypedDict, TypeVar
 from guerdon.client.addresses import Credentials, addresses
 from guerdon.client.calls import Call, ModelSignature
 from guerdon.client.driver import Session
-from guerdon.client.retry import Caller, RetryPolicy, Step, Steps
+from guerdon.client.retry import RetryingCaller, RetryPolicy, Step, Steps
 from guerdon.errors import Cancelled
 
 T = TypeVar("T")
@@ -262,7 +262,7 @@ class BlockingClient(Client[S]):
         return self._here().session
 
     @property
-    def _caller(self) -> Caller:
+    def _caller(self) -> RetryingCaller:
         return self._session.caller
 
     def _open(self) -> None:
@@ -330,7 +330,7 @@ class AsyncClient(Client[S]):
         await self.aclose()
 
     @property
-    def _caller(self) -> Caller:
+    def _caller(self) -> RetryingCaller:
         return self._session.caller
 
     async def _ask(self, call: Call[T]) -> T:

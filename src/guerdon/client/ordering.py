@@ -13,7 +13,7 @@ from guerdon.client.addresses import Address
 from guerdon.client.calls import Call
 from guerdon.client.driver import Session
 from guerdon.client.faces import CallFuture, LoopThread
-from guerdon.client.retry import Caller, RetryPolicy, Steps
+from guerdon.client.retry import RetryingCaller, RetryPolicy, Steps
 from guerdon.critic_core import CriticState, TrainReport
 from guerdon.errors import Cancelled, CriticReset
 
@@ -68,7 +68,12 @@ class ResetCheck:
         self._reset = ""
 
     def report(
-        self, caller: Caller, call: Call[TrainReport], *, trains: bool = True, state: Call[CriticState] | None = None
+        self,
+        caller: RetryingCaller,
+        call: Call[TrainReport],
+        *,
+        trains: bool = True,
+        state: Call[CriticState] | None = None,
     ) -> Steps[TrainReport]:
         """Returns the report of a call that trains or validates; raises CriticReset if it began before the newest step.
 
@@ -90,12 +95,12 @@ class ResetCheck:
             self._step, self._weights_version = report.step, report.weights_version
         return report
 
-    def load(self, caller: Caller, call: Call[Any]) -> Steps[Any]:
+    def load(self, caller: RetryingCaller, call: Call[Any]) -> Steps[Any]:
         """Returns the result of a call that loads a checkpoint; from when it is sent, older steps are expected."""
         self._step, self._reset = 0, ""
         return (yield from caller.ask(call))
 
-    def _is_repeated(self, report: TrainReport, caller: Caller, state: Call[CriticState] | None) -> Steps[bool]:
+    def _is_repeated(self, report: TrainReport, caller: RetryingCaller, state: Call[CriticState] | None) -> Steps[bool]:
         """Returns whether the report repeats an earlier answer, instead of a step that was made just now."""
         if state is None:
             return False

@@ -113,7 +113,7 @@ class Infer(_ModelStep):
 
 @dataclass(frozen=True, slots=True)
 class Probe(_ModelStep):
-    """Start to ask whether the model is ready, without waiting, and call `Caller.end_probe` with the answer.
+    """Start to ask whether the model is ready, without waiting, and call `RetryingCaller.end_probe` with the answer.
 
     No call should wait for a lost server, whose host may drop packets.
     """
@@ -144,7 +144,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class RetryingCaller:
     """Makes the steps of calls; all calls of one client share it."""
 
     endpoints: Endpoints

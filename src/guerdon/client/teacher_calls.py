@@ -10,7 +10,7 @@ import numpy as np
 
 from guerdon.client import calls
 from guerdon.client.calls import Call, Conversations, Integers, ModelSignature, Texts, TokenRows
-from guerdon.client.retry import Caller, Steps
+from guerdon.client.retry import RetryingCaller, Steps
 from guerdon.client.teacher_head import Head
 from guerdon.errors import InvalidRequest, ServerFault
 from guerdon.wire import schema
@@ -100,7 +100,7 @@ def prepare_hidden(model: str, dtype: Literal["bfloat16"] | None, samples: Teach
     return _prepare(model, samples, (schema.HIDDEN_STATES, schema.HIDDEN_OFFSETS), parameters)
 
 
-def fetch_head(caller: Caller, model: str, known: Head | None) -> Steps[Head]:
+def fetch_head(caller: RetryingCaller, model: str, known: Head | None) -> Steps[Head]:
     """Returns the model's head, `known` itself if it is still the same."""
     file = yield from caller.fetch_head(model, "" if known is None else known.digest)
     if file is not None:

@@ -206,7 +206,7 @@ class RunConfig:
 
 
 @dataclass
-class RewardModelServer:
+class RewardServer:
     """A reward model's server, as in NeMo-Aligner's YAML."""
 
     name: str = setting("reward_model", "Name of the model on the server.")
@@ -254,7 +254,7 @@ class CriticServer:
 class RemoteRewardConfig:
     """The server of the reward model."""
 
-    reward_model: RewardModelServer = setting(RewardModelServer, "The server.")
+    reward_model: RewardServer = setting(RewardServer, "The server.")
     pad_to_length: int | None = setting(
         None,
         "Pad requests to this length, for servers that batch only equal shapes; unnecessary for guerdon.",

@@ -58,7 +58,7 @@ _TYPES: list[Any] = list(
         [
             *(kserve.RequestBody, kserve.ReplyBody, kserve.ErrorBody, openai.OpenAIModel, openai.OpenAIModels),
             *(signature.ServerMetadata, signature.Liveness, signature.Readiness, signature.Statistics),
-            *(signature.ModelMetadata, signature.ModelConfig),
+            *(signature.ModelMetadata, signature.TritonConfig),
             *(triton_repository.LoadBody, triton_repository.LoadParameters, triton_repository.UnloadBody),
             *(triton_repository.IndexBody, list[triton_repository.IndexEntry]),
             *(page_bodies.TrialBody, page_bodies.TrialReply, page_bodies.Extremes, page_bodies.Snapshot),
@@ -170,7 +170,7 @@ def _kserve(models: Sequence[ModelInfo | OperationInfo]) -> dict[str, Any]:
         model, where = "/v2/models/{name}" + version, [_in_path("name", names)]
         if version:
             where.append(_in_path("version", [signature.MODEL_VERSION]))
-        metadata, config = _ok(_JSON, signature.ModelMetadata), _ok(_JSON, signature.ModelConfig)
+        metadata, config = _ok(_JSON, signature.ModelMetadata), _ok(_JSON, signature.TritonConfig)
         paths[model] = _path(_READ, "The model's tensors", metadata, parameters=where)
         paths[model + "/config"] = _path(_READ, "The model's configuration in Triton's terms", config, parameters=where)
         paths[model + "/stats"] = _path(_READ, "Statistics in Triton's terms", statistics, parameters=where)

@@ -42,7 +42,7 @@ class ModelMetadata(TypedDict):
     outputs: list[TensorMetadata]
 
 
-class ModelConfig(TypedDict):
+class TritonConfig(TypedDict):
     name: str
     platform: str
     backend: str
@@ -99,7 +99,7 @@ def metadata(info: Info) -> ModelMetadata:
     }
 
 
-def config(info: Info, max_batch_size: int) -> ModelConfig:
+def config(info: Info, max_batch_size: int) -> TritonConfig:
     """Returns the model's configuration in Triton's terms: shapes without the batch axis, a model's inputs optional.
 
     `max_batch_size` is the most samples of one request. The parameter `tokenizer` identifies the vocabulary (see

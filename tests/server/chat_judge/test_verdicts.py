@@ -17,7 +17,7 @@ import pytest
 
 from guerdon.errors import SampleFailed
 from guerdon.server.chat_judge.answer_cache import Flight
-from guerdon.server.chat_judge.calling import MOST_BYTES, Caller
+from guerdon.server.chat_judge.calling import MOST_BYTES, ChatCaller
 from guerdon.server.chat_judge.parsing import AnswerParser, NoObject, ObjectFinder, Unreadable
 from guerdon.server.metrics import Metrics
 from guerdon.settings.chat_judges import ChatJudgeConfig, ParseConfig
@@ -425,7 +425,7 @@ def answering(body: bytes, encoding: str) -> Iterator[str]:
 def said(body: bytes, encoding: str) -> str:
     async def call(url: str) -> str:
         config = ChatJudgeConfig(name="j", url=url, model="m", template="{response}", call_retries=0)
-        caller = Caller(config, "", Metrics())
+        caller = ChatCaller(config, "", Metrics())
         try:
             return (await caller.call(b"{}", Flight())).text
         finally:

@@ -18,7 +18,7 @@ class Server:
         self.metrics = Metrics()
         self.queue: dict[str, tuple[int, int]] = {"rm": (0, 0)}
         self.recent = CounterHistory(len(NAMES) * traffic.WIDTH)
-        self._reading = traffic.Reading(NAMES)
+        self._reading = traffic.CounterReader(NAMES)
         self.read(0)
 
     def read(self, after_s: float) -> None:

@@ -40,7 +40,7 @@ class _Failed(Exception):
         self.outcome, self.is_final, self.retry_after_s = outcome, is_final, retry_after_s
 
 
-class Caller:
+class ChatCaller:
     """Asks one judge's server. Belongs to one asyncio loop."""
 
     def __init__(self, config: ChatJudgeConfig, key: str, metrics: Metrics) -> None:
@@ -162,7 +162,7 @@ class Asker:
     def __init__(self, config: ChatJudgeConfig, cache: AnswerCache, metrics: Metrics) -> None:
         self.config = config
         self._cache, self._metrics, self._name = cache, metrics, config.name
-        self._caller = Caller(config, read_key(config), metrics)
+        self._caller = ChatCaller(config, read_key(config), metrics)
         self._parser = AnswerParser(config.parse)
         self._slots = asyncio.Semaphore(config.concurrency)
         self._num_calling = 0

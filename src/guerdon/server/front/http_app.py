@@ -171,6 +171,10 @@ class App:
                 return route
         return None
 
+    def find_path(self, request: HttpRequest) -> str | None:
+        """Returns the path of the request's route with the names in braces; None if it has no route."""
+        return None if (route := self.find(request)) is None else route.path
+
     def _to_error(self, error: BaseException, request: HttpRequest) -> GuerdonError:
         """Returns the error for the client; Cancelled if it has disconnected."""
         if isinstance(error, GuerdonError):
@@ -211,7 +215,7 @@ class App:
 def app(service: Service, config: ServerConfig, admission: Admission | None = None) -> ASGIApp:
     """Returns the application over `service`; `admission` is shared with other transports."""
     made = App(admission or Admission(service, config), config)
-    return made if service.traces is None else Spans(made, service.traces, made.guard.lets, made.find)
+    return made if service.traces is None else Spans(made, service.traces, made.guard.lets, made.find_path)
 
 
 def _routes(admission: Admission, config: ServerConfig) -> list[Route]:

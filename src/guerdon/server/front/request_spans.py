@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,32 +25,25 @@ _DOING = ("ModelInfer", "RepositoryModelLoad", "RepositoryModelUnload")
 _PARENT = (b"traceparent", b"tracestate")
 
 
-class Route(Protocol):
-    """A route of the application."""
-
-    @property
-    def path(self) -> str: ...
-
-
 FAULTS = (2, 4, 12, 13, 14, 15)
 """gRPC's codes for faults of the server: UNKNOWN, DEADLINE_EXCEEDED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE
 and DATA_LOSS."""
 
 
 class Spans:
-    """Puts each request to `inner` that is no GET, and that `lets` lets, in a span; `find` gives its route."""
+    """Puts each request to `inner` that is no GET, and that `lets` lets, in a span, named by its route."""
 
     def __init__(
         self,
         inner: ASGIApp,
         traces: Traces,
         lets: Callable[[Scope], bool],
-        find: Callable[[HttpRequest], Route | None],
+        find_path: Callable[[HttpRequest], str | None],
     ) -> None:
         self._inner = inner
         self._traces = traces
         self._lets = lets
-        self._find = find
+        self._find_path = find_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = scope["method"]
@@ -58,8 +51,8 @@ class Spans:
             await self._inner(scope, receive, send)
             return
         facts = {"http.request.method": method if method in _WRITING else "_OTHER"}
-        if (route := self._find(HttpRequest(scope, receive))) is not None:
-            facts["http.route"] = route.path
+        if (path := self._find_path(HttpRequest(scope, receive))) is not None:
+            facts["http.route"] = path
         sent = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _PARENT}
         with self._traces.request(" ".join(facts.values()), sent, facts) as traced:
             if traced is None:

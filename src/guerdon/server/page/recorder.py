@@ -51,7 +51,7 @@ class PageRecorder:
         self.errors = RecentErrors()
         self.extremes: dict[str, ExtremeSamples] | None = {} if self.is_on and config.dashboard_samples else None
         self._metrics, self._catalog, self._depth = metrics, catalog, depth
-        self._reading = traffic.Reading([info.name for info in catalog.infos()])
+        self._reading = traffic.CounterReader([info.name for info in catalog.infos()])
         self.epoch = time.time() - time.monotonic()
         """Unix time of the monotonic clock's zero."""
         self.started = self.now()

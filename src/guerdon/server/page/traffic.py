@@ -185,7 +185,7 @@ FINE = ("ok", "Cancelled")
 _QUANTILES = {"latency_p50_s": 0.5, "latency_p90_s": 0.9, "latency_p99_s": 0.99}
 
 
-class Reading:
+class CounterReader:
     """Turns samples of the registry into one row of counters, `[models x WIDTH]`, for the named models."""
 
     def __init__(self, names: Sequence[str]) -> None:

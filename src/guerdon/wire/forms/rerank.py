@@ -26,7 +26,14 @@ from guerdon.wire.forms.labels import Activation, activated, components_of, numb
 from guerdon.wire.forms.openai import count_tokens, new_id, to_error
 from guerdon.wire.forms.sample_options import OptionsUrl, activation_of, with_options
 from guerdon.wire.forms.tei import Direction, truncation_of
-from guerdon.wire.forms.vllm_pooling import CUT, PUT_INTO_PROMPTS, Part, PoolingOptions, PoolingUsage, joined_parts
+from guerdon.wire.forms.vllm_pooling import (
+    CUT,
+    PUT_INTO_PROMPTS,
+    ContentPart,
+    PoolingOptions,
+    PoolingUsage,
+    joined_parts,
+)
 from guerdon.wire.score_tensors import scores_of
 
 _NOT_PARSED = "documents are texts here; send each as one text"
@@ -37,7 +44,7 @@ class Document(msgspec.Struct):
 
     example: ClassVar[str] = '{"text": "..."}'
     text: str | None = None
-    content: list[str | Part] | None = None
+    content: list[str | ContentPart] | None = None
 
 
 _One = Annotated[str | Document, Meta(description="a string, or an object with text")]

@@ -61,21 +61,21 @@ class PoolingBody(ClassifyBody, kw_only=True):
     data: Annotated[Any, form.unsupported("it is for plugins of vLLM; send input")] = None
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     example: ClassVar[str] = '{"type": "text", "text": "..."}'
     text: str
     type: Literal["text"] = "text"
 
 
-class Parts(msgspec.Struct):
+class ContentParts(msgspec.Struct):
     """A text in parts, which are joined by line breaks."""
 
     example: ClassVar[str] = '{"content": [{"type": "text", "text": "..."}]}'
-    content: list[str | Part]
+    content: list[str | ContentPart]
 
 
 Side = Annotated[
-    str | Parts | Annotated[list[Annotated[str | Parts, Meta(description="a string")]], form.SOME],
+    str | ContentParts | Annotated[list[Annotated[str | ContentParts, Meta(description="a string")]], form.SOME],
     Meta(description="a string, or a list of strings"),
 ]
 
@@ -291,12 +291,12 @@ def _pairs(body: PairsBody) -> tuple[list[str], list[str]]:
     return prompts, responses
 
 
-def _side(value: str | Parts | list[str | Parts]) -> list[str]:
+def _side(value: str | ContentParts | list[str | ContentParts]) -> list[str]:
     entries = value if isinstance(value, list) else [value]
     return [entry if isinstance(entry, str) else joined_parts(entry.content) for entry in entries]
 
 
-def joined_parts(parts: list[str | Part]) -> str:
+def joined_parts(parts: list[str | ContentPart]) -> str:
     """Returns the text of its parts, joined by line breaks."""
     return "\n".join(part if isinstance(part, str) else part.text for part in parts)
 
