@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from guerdon.core import Command
+from guerdon.core import Command, Executor
 from guerdon.distributed.commands import Worker
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import EXIT_STATUS, Pulse
@@ -26,7 +26,6 @@ from guerdon.kinds import all_kinds
 from guerdon.kinds.critic import infer_config
 from guerdon.server import runtime
 from guerdon.server.auth import Access
-from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.batching.loops import by_device
 from guerdon.server.critic.controller import Critic

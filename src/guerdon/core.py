@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -185,7 +185,7 @@ class Scored:
 class Command:
     """A command to the worker of every rank: operation, model and arguments.
 
-    `ask` is what a TRAIN, VALIDATE or ESTIMATE works on. `first_steps` limits a TRAIN to so many global batches;
+    `ask` is what a TRAIN, VALIDATE or ESTIMATE works on. `first_batches` limits a TRAIN to so many global batches;
     `folder` is where SAVE writes and LOAD reads. LOAD of a scorer loads it beside the one that serves, and SWITCH
     swaps the two; UNLOAD removes the one that serves, RELEASE drops the one beside it and frees memory. `lineage`
     is a new number if a client returns to a checkpoint, so that what is learnt from there gets versions of its own;
@@ -197,11 +197,17 @@ class Command:
     model: str = ""
     sequences: list[Sequence] = field(default_factory=list)
     ask: Any = None
-    first_steps: int | None = None
+    first_batches: int | None = None
     folder: str = ""
     lineage: int | None = None
     plain: bool = False
     why: str = ""
+
+
+class Executor(Protocol):
+    """Executes a command on every rank and returns rank 0's result."""
+
+    def execute(self, command: Command) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,7 +208,10 @@ class ServerFault(GuerdonError):
 
 
 class TrainFailed(ServerFault):
-    """A train request broke off after `num_steps` global batches, which stand; the same id gets this error again."""
+    """A train request broke off; `num_steps` counts its leading global batches, which stand.
+
+    The same id gets this error again.
+    """
 
     def __init__(self, message: str, num_steps: int = 0) -> None:
         super().__init__(message)

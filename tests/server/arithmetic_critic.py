@@ -111,12 +111,12 @@ class ArithmeticTrainer:
             raise Offloaded("the critic is offloaded: it scores again after `onload`")
         return [Score(float(s.tokens.sum()), values=(s.tokens * self.weight).astype(np.float32)) for s in sequences]
 
-    def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport:
+    def train(self, request: TrainRequest, first_batches: int | None = None) -> TrainReport:
         self.trained.append(request.id)
         losses, num_skipped = [], 0
         size = self._config.global_batch_size
         for i, start in enumerate([*range(0, len(request), size)] * request.updates):
-            if i == first_steps:
+            if i == first_batches:
                 break
             rows = slice(start, start + size)
             marks = {int(row[0]) for row in request.tokens[rows]}

@@ -215,7 +215,7 @@ def test_a_step_without_memory_leaves_the_path_and_changes_nothing(
 ) -> None:
     folder = zoo.checkpoint("llama", tmp_path)
     one, broken = (build(folder, max_batch_tokens=90) for _ in range(2))
-    one.train(request(ROWS), first_steps=1)
+    one.train(request(ROWS), first_batches=1)
     fail(NO_MEMORY)
     with pytest.raises(TrainFailed, match="global batch 2 of 3 failed"):
         broken.train(request(ROWS))

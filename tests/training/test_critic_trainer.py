@@ -208,7 +208,7 @@ def test_a_failed_request_keeps_the_steps_before_it(stand: int, folder: Path) ->
     trainer.engine.trunk.register_forward_pre_hook(lambda *_: forwards.append(1))
     again = build(folder, max_batch_tokens=1)
     if stand:
-        trainer.train(asked, first_steps=stand)
+        trainer.train(asked, first_batches=stand)
         trainer = build(folder, max_batch_tokens=1)
     with failing(trainer, len(forwards) + 2), pytest.raises(TrainFailed) as caught:
         trainer.train(asked)
@@ -218,10 +218,10 @@ def test_a_failed_request_keeps_the_steps_before_it(stand: int, folder: Path) ->
     assert no_gradients(trainer)
     # The journal applies as many steps again, and both go on alike.
     if stand:
-        again.train(asked, first_steps=caught.value.num_steps)
+        again.train(asked, first_batches=caught.value.num_steps)
     assert same(weights(trainer), weights(again))
     assert trainer.weights_version == again.weights_version
-    assert trainer.train(asked, first_steps=1) == again.train(asked, first_steps=1)
+    assert trainer.train(asked, first_batches=1) == again.train(asked, first_batches=1)
     assert same(weights(trainer), weights(again))
 
 
@@ -240,7 +240,7 @@ def test_the_error_that_is_kept_holds_no_activations(folder: Path) -> None:
 
 def test_first_steps_bounds_the_batches(folder: Path) -> None:
     one, other, asked = build(folder), build(folder), request(ROWS)
-    assert one.train(asked, first_steps=2).num_steps == 2
+    assert one.train(asked, first_batches=2).num_steps == 2
     other.train(part(asked, *range(10)))
     assert same(weights(one), weights(other))
 
@@ -353,7 +353,7 @@ def test_a_request_that_breaks_off_in_its_second_pass_is_done_again_up_to_there(
         with pytest.raises(TrainFailed, match="global batch 5 of 6 failed") as failed:
             broken.train(passes(2))
     assert failed.value.num_steps == 4
-    report = again.train(passes(2), first_steps=4)
+    report = again.train(passes(2), first_batches=4)
     assert same(weights(broken), weights(again)) and same(moments(broken), moments(again))
     assert (report.num_steps, len(report.losses), len(report.pass_losses)) == (4, 4, 2)
 

@@ -48,7 +48,7 @@ class Trainer(Protocol):
 
     def watch(self, tick: Callable[..., None]) -> bool: ...
 
-    def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport: ...
+    def train(self, request: TrainRequest, first_batches: int | None = None) -> TrainReport: ...
 
     def validate(self, request: TrainRequest) -> TrainReport: ...
 
@@ -140,7 +140,7 @@ class Worker:
                     match command.signal:
                         case Signal.TRAIN:
                             assert command.ask is not None
-                            return trainer.train(command.ask, command.first_steps)
+                            return trainer.train(command.ask, command.first_batches)
                         case Signal.VALIDATE:
                             assert command.ask is not None
                             return trainer.validate(command.ask)

@@ -88,8 +88,7 @@ class LastLayer:
 
     A reward is read from one token of a sequence, so the last layer's output for all others is never used. Attention
     still needs every key and value. It skips the other tokens' query and output projections, their attention (see
-    `attention.by_segment.of_few`) and their feed-forward. The parts are `self_attn` with `q_proj` and `o_proj`, and
-    `mlp`.
+    `AttentionForm.of_few`) and their feed-forward. The parts are `self_attn` with `q_proj` and `o_proj`, and `mlp`.
     """
 
     def __init__(self, trunk: nn.Module) -> None:

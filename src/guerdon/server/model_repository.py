@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from guerdon.core import Command, ModelInfo, Signal
+from guerdon.core import Command, Executor, ModelInfo, Signal
 from guerdon.errors import (
     Forbidden,
     GuerdonError,
@@ -34,7 +34,6 @@ from guerdon.errors import (
 )
 from guerdon.kinds import all_kinds
 from guerdon.kinds.kind import Served
-from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.batching.loops import Loops
 from guerdon.server.batching.orders import Order

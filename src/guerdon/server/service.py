@@ -10,14 +10,13 @@ import math
 import time
 from collections.abc import Sequence as ListLike
 
-from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
+from guerdon.core import Executor, ModelInfo, ScoreReply, ScoreRequest
 from guerdon.critic_core import ControlRequest, TrainRequest
 from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, RanksLost, Unavailable
 from guerdon.kinds import all_kinds, samples
 from guerdon.kinds.kind import Asks, Served
 from guerdon.server import answers, reading, tracing, triton
 from guerdon.server.auth import Access
-from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.jobs import Job, Limits
 from guerdon.server.batching.loops import Loops
 from guerdon.server.batching.scheduler import Scheduler

@@ -129,9 +129,9 @@ class CriticWithReward:
                 merged.append(own if isinstance(own, SampleFailed) else Score(own.reward, values=value.values))
         return merged
 
-    def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport:
+    def train(self, request: TrainRequest, first_batches: int | None = None) -> TrainReport:
         """As CriticTrainer.train; also raises TrainFailed if the critic cannot be moved to the device."""
-        return self._critic_on_device().train(request, first_steps)
+        return self._critic_on_device().train(request, first_batches)
 
     def validate(self, request: TrainRequest) -> TrainReport:
         """As CriticTrainer.validate, and errors as `train`."""

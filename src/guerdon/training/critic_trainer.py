@@ -151,8 +151,8 @@ class CriticTrainer(TrainableWeights):
         """Makes every later forward the plain one, in training as well, as `Forward.leave_path`."""
         self.engine.leave_path(why)
 
-    def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport:
-        """Makes one optimiser step per global batch in each of `request.updates` passes, or the `first_steps` of them.
+    def train(self, request: TrainRequest, first_batches: int | None = None) -> TrainReport:
+        """Makes an optimiser step per global batch in each of `request.updates` passes, or for the `first_batches`.
 
         A batch without any masked token makes no step. A step with a gradient that is not finite is skipped: it changes
         nothing, the schedule included. Raises TrainFailed if a batch fails on any rank; the batches before it are kept.
@@ -160,7 +160,7 @@ class CriticTrainer(TrainableWeights):
         """
         self.check_ready()
         one_pass = self._batches(request)
-        batches = (one_pass * request.updates)[:first_steps]
+        batches = (one_pass * request.updates)[:first_batches]
         totals = _TrainTotals(self._optimiser.learning_rate, len(one_pass))
         failure = None
         try:

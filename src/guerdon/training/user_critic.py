@@ -119,8 +119,8 @@ class UserCritic:
                 results.append(Score(reward, values=own))
         return results
 
-    def train(self, request: TrainRequest, first_steps: int | None = None) -> TrainReport:
-        """Makes one optimiser step per global batch in each of `request.updates` passes, or the `first_steps` of them.
+    def train(self, request: TrainRequest, first_batches: int | None = None) -> TrainReport:
+        """Makes an optimiser step per global batch in each of `request.updates` passes, or for the `first_batches`.
 
         The last global batch is filled up with rows of mask 0, shared by all parts; a part may have no other rows. A
         global batch without any masked token makes no step. Raises TrainFailed if the user's code raises; ServerFault
@@ -129,7 +129,7 @@ class UserCritic:
         if self.broken:
             raise ServerFault(self.broken)
         try:
-            report = self._train(request, first_steps)
+            report = self._train(request, first_batches)
         except RanksLost:
             raise
         except BaseException as e:
@@ -139,14 +139,14 @@ class UserCritic:
         self._agree(request.id)
         return report
 
-    def _train(self, request: TrainRequest, first_steps: int | None) -> TrainReport:
+    def _train(self, request: TrainRequest, first_batches: int | None) -> TrainReport:
         done: list[tuple[dict[str, Any], float, int]] = []
         num_kept, step = 0, self.step
         self._is_stepping = False
         try:
             with self.calling_hooks("prepare_for_training", "finish_training"):
                 passes = itertools.chain.from_iterable(self._global_batches(request) for _ in range(request.updates))
-                for batch in itertools.islice(passes, first_steps):
+                for batch in itertools.islice(passes, first_batches):
                     if num_tokens := int((batch["mask"] > 0).sum()):
                         metrics = self._train_step(request.id, self._rows_of_this_part(batch))
                         done.append((metrics, float(batch["mask"].sum()), num_tokens))

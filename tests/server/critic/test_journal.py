@@ -49,7 +49,7 @@ def test_a_record_comes_back_as_it_was_written(tmp_path: Path, journal: Journal)
     journal.close()
     again = Journal(tmp_path)
     first, second = again.records(0)
-    assert (first.position, first.previous, first.num_steps, first.checkpoint) == (position, 0, None, None)
+    assert (first.position, first.previous, first.num_batches, first.checkpoint) == (position, 0, None, None)
     assert first.settings == SETTINGS and first.digest == digest_of(asked)
     assert first.request is not None and first.request.id == "a"
     assert first.request.updates == 4
@@ -137,7 +137,7 @@ def test_a_missing_record_is_noticed(tmp_path: Path, journal: Journal) -> None:
 
 def test_what_was_withdrawn_is_gone_and_makes_no_gap(tmp_path: Path, journal: Journal) -> None:
     _, b = fill(journal, "a", "b")
-    journal.withdraw(b)
+    journal.remove(b)
     assert journal.position == 1
     fill(journal, "c")
     journal.close()
@@ -146,10 +146,10 @@ def test_what_was_withdrawn_is_gone_and_makes_no_gap(tmp_path: Path, journal: Jo
 
 def test_a_request_that_broke_off_says_how_much_of_it_stands(tmp_path: Path, journal: Journal) -> None:
     _, b = fill(journal, "a", "b")
-    journal.mark_done(b, num_steps=2)
-    assert [(r.position, r.num_steps) for r in journal.records(0)] == [(1, None), (2, 2)]
+    journal.mark_done(b, num_batches=2)
+    assert [(r.position, r.num_batches) for r in journal.records(0)] == [(1, None), (2, 2)]
     fill(journal, "c")
-    assert [(r.position, r.num_steps, r.previous) for r in journal.records(1)] == [(2, 2, 1), (3, None, 2)]
+    assert [(r.position, r.num_batches, r.previous) for r in journal.records(1)] == [(2, 2, 1), (3, None, 2)]
 
 
 def test_what_checkpoints_hold_is_forgotten_but_for_the_last(tmp_path: Path, journal: Journal) -> None:

@@ -12,13 +12,12 @@ import torch
 
 from guerdon.adapters.nemo_aligner.remote_clients import read_setting
 from guerdon.assembly import Parts, build_service, run
-from guerdon.core import Command, ModelInfo, Signal
+from guerdon.core import Command, Executor, ModelInfo, Signal
 from guerdon.critic_core import ControlRequest, Operation, TrainRequest
 from guerdon.distributed import parts
 from guerdon.distributed.ranks import Ranks
 from guerdon.engine.functions import FunctionEncoder, check_batching
 from guerdon.errors import ConfigError, InvalidRequest
-from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.critic.controller import Critic
 from guerdon.server.service import Service

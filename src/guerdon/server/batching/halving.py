@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Any, Protocol
+from typing import Any
 
-from guerdon.core import Command, Score, Scored, Signal
+from guerdon.core import Command, Executor, Score, Scored, Signal
 from guerdon.errors import GuerdonError, SampleFailed, ServerFault, Unavailable, describe, is_out_of_memory
 from guerdon.server.batching.jobs import Batch
 from guerdon.server.logs import failure, without_frames
@@ -28,12 +28,6 @@ _DEAD = re.compile(
     rf"AcceleratorError: (\w+ error: (?:{'|'.join(_FAULTS)})[^\n]*)"
 )
 """Matches the start of an error after which CUDA refuses every call; also of other ranks and of trains."""
-
-
-class Executor(Protocol):
-    """Executes one command on every rank and returns rank 0's result."""
-
-    def execute(self, command: Command) -> Any: ...
 
 
 class Halving:

@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from guerdon.core import Command, Scored, Signal
+from guerdon.core import Command, Executor, Scored, Signal
 from guerdon.errors import GuerdonError, Overloaded, RanksLost, ServerFault, Unavailable
 from guerdon.server import tracing
-from guerdon.server.batching.halving import Budgets, Executor, Halving, check_count
+from guerdon.server.batching.halving import Budgets, Halving, check_count
 from guerdon.server.batching.jobs import Batch, Job, Limits
 from guerdon.server.batching.orders import Order
 from guerdon.server.batching.recheck import Recheck

@@ -18,11 +18,10 @@ from collections.abc import Sequence as ListLike
 from pathlib import Path
 from typing import Any
 
-from guerdon.core import ModelInfo, Score
+from guerdon.core import Executor, ModelInfo, Score
 from guerdon.errors import GuerdonError, RanksLost, ServerFault, describe
 from guerdon.kinds import all_kinds
 from guerdon.server import tracing
-from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.jobs import Batch, Job, Limits
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.scheduler import Scheduler

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
+from guerdon.core import Executor
 from guerdon.errors import GuerdonError, RanksLost, ServerFault, describe
 from guerdon.server import tracing
-from guerdon.server.batching.halving import Executor, check_device
+from guerdon.server.batching.halving import check_device
 from guerdon.server.batching.jobs import Job
 from guerdon.server.batching.room import Room
 from guerdon.server.logs import failure

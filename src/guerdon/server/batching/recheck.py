@@ -9,9 +9,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from guerdon.core import Command, Score, Scored, Sequence, Signal
+from guerdon.core import Command, Executor, Score, Scored, Sequence, Signal
 from guerdon.errors import Unavailable
-from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.jobs import Batch
 from guerdon.server.logs import failure
 from guerdon.server.metrics import Metrics

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from guerdon.core import Command, ModelInfo, Signal
+from guerdon.core import Command, Executor, ModelInfo, Signal
 from guerdon.critic_core import (
     CheckpointInfo,
     ControlRequest,
@@ -42,7 +42,6 @@ from guerdon.errors import (
     TrainFailed,
     describe,
 )
-from guerdon.server.batching.halving import Executor
 from guerdon.server.batching.loop import Loop
 from guerdon.server.batching.orders import Order, log_unsuccessful
 from guerdon.server.critic import train_checks
@@ -62,7 +61,7 @@ OperationResult = TrainReport | CheckpointInfo | CriticState | None
 
 
 class Learner(Protocol):
-    """The controller's interface to its worker's trainer; `state` is as in `distributed.worker.Trainer`.
+    """The controller's interface to its worker's trainer; `state` is as in `distributed.commands.Trainer`.
 
     `run_token` becomes part of the weights' versions after the first step.
     """

@@ -44,7 +44,7 @@ _PAYLOAD = _HEAD.size + _CHECKSUM_BYTES
 class Record:
     """One step of the critic's history: `request` was trained on, or `checkpoint` was loaded.
 
-    `previous` is the position of the record before it, 0 if there is none. If a request broke off, `num_steps` of its
+    `previous` is the position of the record before it, 0 if there is none. If a request broke off, `num_batches` of its
     global batches stand; None means all. `is_done` says that it is known to be finished, and so may have been
     answered. `settings` are those it was done under.
     """
@@ -55,7 +55,7 @@ class Record:
     digest: str
     request: TrainRequest | None = None
     checkpoint: str | None = None
-    num_steps: int | None = None
+    num_batches: int | None = None
     is_done: bool = False
 
 
@@ -103,15 +103,15 @@ def decode_record(path: Path) -> Record:
     """Reads a record; raises OSError, and SafetensorError, ValueError, KeyError or TypeError if it is damaged."""
     payload = _payload(path.read_bytes())
     meta = _meta(payload)
-    num_steps = NAME.fullmatch(path.name)[2]  # type: ignore[index]
+    num_batches = NAME.fullmatch(path.name)[2]  # type: ignore[index]
     record = Record(
         meta["position"],
         meta["previous"],
         meta["settings"],
         meta.get("digest", ""),
         checkpoint=meta.get("checkpoint"),
-        num_steps=None if num_steps is None else int(num_steps),
-        is_done=num_steps is not None or path.stem.endswith("-done"),
+        num_batches=None if num_batches is None else int(num_batches),
+        is_done=num_batches is not None or path.stem.endswith("-done"),
     )
     tensors = unpack(payload)
     if record.checkpoint is None:

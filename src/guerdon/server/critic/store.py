@@ -51,14 +51,14 @@ class TrainOutcome:
     digest: str
     report: TrainReport | None = None
     failure: str = ""
-    num_steps: int = 0
+    num_batches: int = 0
 
     def report_for(self, id: str, digest: str) -> TrainReport:  # noqa: A002 - what it is called everywhere
         """Returns the report or raises the failure; InvalidRequest if another request has the same id."""
         if digest != self.digest:
             raise reused_id(id)
         if self.report is None:
-            raise TrainFailed(self.failure, self.num_steps)
+            raise TrainFailed(self.failure, self.num_batches)
         return self.report
 
 
@@ -70,13 +70,14 @@ def reused_id(id: str) -> InvalidRequest:  # noqa: A002
 class Journal:
     """The records in `folder`, numbered upwards, each written before it is done; locks the folder until `close`.
 
-    A record names the one before it, so that a gap is seen. Raises StartError if another server has the folder, or it
-    cannot be written.
+    A file's name says its record's state: `000000000012.safetensors` is not finished, `000000000012-done` is finished,
+    `-stopped-2` broke off after two global batches, `-return` went back to a checkpoint. A record names the one before
+    it, so that a gap is seen. Raises StartError if another server has the folder, or it cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._owed: dict[Path, Path | None] = {}
+        self._owed: dict[Path, Path | None] = {}  # not on the disk yet: each file's new name, None to remove it
         try:
             make_folder(folder)
             if not os.access(folder, os.W_OK):
@@ -105,7 +106,8 @@ class Journal:
     def append(self, settings: dict[str, Any], content: TrainRequest | str, digest: str = "") -> int:
         """Writes a record of a train request and its digest, or of a return to the named checkpoint.
 
-        Returns its position once it is durable. Raises StorageFailed; then nothing of it remains after `settle`.
+        Returns its position once it is durable. Raises StorageFailed if the disk refuses it; what it wrote of it is
+        removed, at the latest before the next record.
         """
         self.settle()
         position = self._next
@@ -117,22 +119,22 @@ class Journal:
             try:
                 write_new(path, data)
             except OSError:
-                self._remove(path)
+                self._remove_file(path)
                 raise
         self._paths[position] = path
         return position
 
-    def withdraw(self, position: int) -> None:
-        """Removes an unapplied record; raises StorageFailed as `mark_done`."""
-        self._remove(self._paths.pop(position))
+    def remove(self, position: int) -> None:
+        """Removes the record of a request that changed nothing; raises StorageFailed as `mark_done`."""
+        self._remove_file(self._paths.pop(position))
 
-    def mark_done(self, position: int, num_steps: int | None = None) -> None:
-        """Marks a train request as finished, or as broken off after `num_steps` global batches; durable on return.
+    def mark_done(self, position: int, num_batches: int | None = None) -> None:
+        """Marks a train request as finished, or as broken off after `num_batches` global batches; durable on return.
 
         Nobody is answered before. Raises StorageFailed; then `settle` must succeed before anyone is.
         """
         path = self._paths[position]
-        mark = "done" if num_steps is None else f"stopped-{num_steps}"
+        mark = "done" if num_batches is None else f"stopped-{num_batches}"
         self._owed[path] = self._paths[position] = path.with_name(f"{position:012d}-{mark}.safetensors")
         self.settle()
 
@@ -227,7 +229,7 @@ class Journal:
         path.rename(path.with_name(DAMAGED + path.name))
         del self._paths[position]
 
-    def _remove(self, path: Path) -> None:
+    def _remove_file(self, path: Path) -> None:
         self._owed[path] = None
         self.settle()
 
@@ -290,20 +292,20 @@ class Store:
         """
         with self._writing():
             self._keep(request, outcome)
-            if outcome.report is None and not outcome.num_steps:
-                self._withdraw(position)
+            if outcome.report is None and not outcome.num_batches:
+                self._remove_record(position)
                 return
             self._begun = None
             self.num_unsaved += 1
             if outcome.report is not None:
                 self.measured = _measured(outcome.report)
             if self.is_durable:
-                self._journal.mark_done(position, None if outcome.report is not None else outcome.num_steps)
+                self._journal.mark_done(position, None if outcome.report is not None else outcome.num_batches)
 
     def withdraw(self, position: int) -> None:
         """Withdraws an accepted request that changed nothing, before its client is answered; raises as `finish`."""
         with self._writing():
-            self._withdraw(position)
+            self._remove_record(position)
 
     def give_up(self, loss: RanksLost) -> None:
         """Withdraws unfinished requests, because this process ends or has lost its ranks; thread-safe.
@@ -316,7 +318,7 @@ class Store:
         with self._lock:
             self._loss = loss
             if self._begun is not None:
-                self._withdraw(self._begun)
+                self._remove_record(self._begun)
 
     def outcome(self, id: str) -> TrainOutcome | None:  # noqa: A002 - what it is called everywhere
         """Returns the outcome of the train request with that id, if known; raises StorageFailed while it is unsafe."""
@@ -358,7 +360,7 @@ class Store:
                     weights_version=facts["weights_version"],
                     metrics=metrics,
                     position=position,
-                    answers=orjson.dumps(self._outcomes, option=orjson.OPT_SERIALIZE_NUMPY),
+                    answers=_encode(self._outcomes),
                     estimates=self._answered.dumps(),
                     settings=self._settings,
                 )
@@ -384,7 +386,7 @@ class Store:
         """Restores the checkpoint's outcomes and measurements: later ones are undone."""
         with self._writing():
             self._begun = None
-            self._outcomes = {name: _outcome(entry) for name, entry in orjson.loads(checkpoint.answers()).items()}
+            self._outcomes = _decode(checkpoint.answers())
             self._answered = AnsweredEstimates(checkpoint.estimates())
             self.measured = {name: value for name, value in checkpoint.info.metrics.items() if name in MEASURED}
 
@@ -427,18 +429,18 @@ class Store:
             lead(Command(Signal.LOAD, self._name, folder=str(source.folder), lineage=record.position))
             self.returned_to(source)
             return
-        command = Command(Signal.TRAIN, self._name, ask=record.request, first_steps=record.num_steps)
+        command = Command(Signal.TRAIN, self._name, ask=record.request, first_batches=record.num_batches)
         report: TrainReport = lead(command)
-        if record.num_steps is None:
+        if record.num_batches is None:
             outcome = TrainOutcome(record.digest, report)
             if not record.is_done:
                 self._finish_replayed(record.request, record.position, outcome)
                 return
             self.measured = _measured(report)
         else:
-            stand = f"broke off; the first {record.num_steps} of its global batches stand"
+            stand = f"broke off; the first {record.num_batches} of its global batches stand"
             failure = f"train request {record.request.id} {stand}"
-            outcome = TrainOutcome(record.digest, None, failure, record.num_steps)
+            outcome = TrainOutcome(record.digest, None, failure, record.num_batches)
         self._keep(record.request, outcome)
         self.num_unsaved += 1
 
@@ -504,10 +506,10 @@ class Store:
             del self._outcomes[oldest]
             self._answered.drop(oldest)
 
-    def _withdraw(self, position: int) -> None:
+    def _remove_record(self, position: int) -> None:
         self._begun = None
         if self.is_durable:
-            self._journal.withdraw(position)
+            self._journal.remove(position)
 
     def _folder(self, what: str) -> CheckpointFolder:
         if not self.is_durable:
@@ -521,9 +523,21 @@ def _measured(report: TrainReport) -> dict[str, float]:
     return {name: getattr(report, name) for name in MEASURED}
 
 
-def _outcome(entry: dict[str, Any]) -> TrainOutcome:
-    report = entry.pop("report")
-    return TrainOutcome(**entry, report=report and critic_tensors.from_json(TrainReport, orjson.dumps(report)))
+def _encode(outcomes: dict[str, TrainOutcome]) -> bytes:
+    """Returns the outcomes as checkpoints keep them."""
+    entries = {
+        name: {"digest": one.digest, "report": one.report, "failure": one.failure, "num_steps": one.num_batches}
+        for name, one in outcomes.items()
+    }
+    return orjson.dumps(entries, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _decode(answers: bytes) -> dict[str, TrainOutcome]:
+    outcomes = {}
+    for name, entry in orjson.loads(answers).items():
+        report = entry["report"] and critic_tensors.from_json(TrainReport, orjson.dumps(entry["report"]))
+        outcomes[name] = TrainOutcome(entry["digest"], report, entry["failure"], entry["num_steps"])
+    return outcomes
 
 
 def _locked(folder: Path) -> TextIO:
