@@ -34,7 +34,7 @@ KIND = re.compile(
     r"\bkind[\"']?\]?\s*(?:==|!=|in\b|not in\b)\s*[(\[{]?[\"']"
     r"(?:reward_model|process-reward|critic|teacher|judge|compare|chat_judge|function|sum)\b"
     r"|isinstance\([^)]*\b(?:(?:Teacher|Judge|ChatJudge|Critic|Model)Config|Operation(?:Info)?|\w*(?:Teacher|Judge|Critic)"
-    r"|(?:NextToken|Group|Train|Control)Request|ComparedReply|TrainReport|CriticState|LogprobQuery|TokenLogprobs|Sum)\b"
+    r"|(?:NextToken|Group|Train|Control)Request|JudgedReply|TrainReport|CriticState|LogprobQuery|TokenLogprobs|Sum)\b"
 )
 """Finds comparisons with a kind's name, and `isinstance` of classes that belong to one kind."""
 

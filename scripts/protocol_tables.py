@@ -29,14 +29,18 @@ def _operations() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _is_teachers(field: Field) -> bool:
+    return field.has is schema.LOGPROBS.has
+
+
 TABLES = {
     "inputs": schema.table(field for field in schema.INPUTS if field.axes.startswith("B") and field.is_listed),
     "outputs": schema.table(
         field
         for field in schema.OUTPUTS
-        if field.axes.startswith("B") and not field.at.startswith("answer.") and field is not schema.MORE_ATTRIBUTES
+        if field.axes.startswith("B") and not _is_teachers(field) and field is not schema.MORE_ATTRIBUTES
     ),
-    "teacher": schema.table(field for field in schema.OUTPUTS if field.at.startswith("answer.")),
+    "teacher": schema.table(filter(_is_teachers, schema.OUTPUTS)),
     "operations": _operations(),
 }
 """The tables by name; a page has one between `<!-- tensors: NAME -->` and `<!-- end -->`."""

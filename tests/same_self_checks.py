@@ -9,15 +9,14 @@ import torch
 from guerdon.engine import self_check
 from guerdon.engine.forward import Forward
 
-_Found = tuple[str, str, str, str]
-_found: dict[str, tuple[_Found, bool]] = {}
+_found: dict[str, tuple[self_check._Choice, bool]] = {}
 
 
 def once() -> Iterator[None]:
     """For a fixture of each module: weights that were checked with the same settings take the path found then."""
     check = self_check._best_path
 
-    def best_path(forward: Forward, *, gradients: bool, shares: bool) -> _Found:
+    def best_path(forward: Forward, *, gradients: bool, shares: bool) -> self_check._Choice:
         if forward.ranks.size > 1:
             return check(forward, gradients=gradients, shares=shares)
         key = _key(forward, gradients)

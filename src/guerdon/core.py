@@ -69,7 +69,7 @@ class Sequence:
     steps: np.ndarray | None = None
     wants_reward: bool = True
     prompt: str | None = None
-    label: Any = None
+    reference: Any = None
     is_response: bool = False
     width: int | None = None
     ask: Any = None
@@ -121,12 +121,13 @@ class ScoreRequest:
     `priority` go first. `wants_rewards` is False if nobody reads the rewards. Clients pad `tokens` to
     `pad_to_length` instead of to the longest of them.
 
-    `prompts` and `labels` (any JSON value) are for functions that have such parameters. `splits` are the characters at
-    which texts divide into pairs, None for a text that is none; to a model that `reads_pairs` a text with a prompt is a
-    pair anyway. With `add_special_tokens` the tokenizer's special tokens are added to texts; None adds them only to the
-    pairs of such a model. With `completes` texts that the chat template has made end as it ends an answer. Without
-    `truncation` the server's setting decides about long samples. `width` is the length of the padded rows that the
-    tokens were sent in. With `is_whole` the first invalid sample fails the request, and later ones need not be read.
+    `prompts` and `references` (any JSON value; `labels` on the wire) are for functions and judges that read them.
+    `splits` are the characters at which texts divide into pairs, None for a text that is none; to a model that
+    `reads_pairs` a text with a prompt is a pair anyway. With `add_special_tokens` the tokenizer's special tokens are
+    added to texts; None adds them only to the pairs of such a model. With `completes` texts that the chat template has
+    made end as it ends an answer. Without `truncation` the server's setting decides about long samples. `width` is the
+    length of the padded rows that the tokens were sent in. With `is_whole` the first invalid sample fails the request,
+    and later ones need not be read.
     """
 
     texts: list[str] | None = None
@@ -140,7 +141,7 @@ class ScoreRequest:
     wants_rewards: bool = True
     pad_to_length: int | None = None
     prompts: list[str] | None = None
-    labels: list[Any] | None = None
+    references: list[Any] | None = None
     splits: list[int | None] | None = None
     add_special_tokens: bool | None = None
     completes: bool = False

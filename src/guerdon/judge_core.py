@@ -231,8 +231,8 @@ class GroupRequest(ScoreRequest):
 
 
 @dataclass(slots=True, eq=False)
-class ComparedReply(ScoreReply):
-    """The reply of a judge that compares, with the comparisons that did not fail."""
+class JudgedReply(ScoreReply):
+    """The reply of a judge, with the comparisons that did not fail if it compares."""
 
     comparisons: Comparisons | None = None
 

@@ -83,7 +83,7 @@ VALUES: list[Any] = [
     ROW[::2],
     Path("/tmp/x"),
     Member(1, "host", 7),
-    Command(Signal.FORWARD, "rm", [Sequence(ROW, label={"x": [1]}, steps=ROW)], plain=True),
+    Command(Signal.FORWARD, "rm", [Sequence(ROW, reference={"x": [1]}, steps=ROW)], plain=True),
     Command(Signal.TRAIN, ask=TrainRequest("id", ROW[None], *[np.ones((1, 4), np.float32)] * 3)),
     Command(
         Signal.ESTIMATE,
@@ -149,7 +149,7 @@ HOSTILE: dict[str, bytes] = {
     "import": pickle.dumps(Builds(__import__, "os")),
     "open": pickle.dumps(Builds(open, "/etc/passwd")),
     "Popen": pickle.dumps(Builds(subprocess.Popen, ["true"])),
-    "within a command": pickle.dumps(Command(Signal.FORWARD, "rm", [Sequence(ROW, label=Builds(touch, 1))])),
+    "within a command": pickle.dumps(Command(Signal.FORWARD, "rm", [Sequence(ROW, reference=Builds(touch, 1))])),
     "within an array": pickle.dumps(np.array([Builds(touch, 2)], dtype=object)),
     "within an error": pickle.dumps(Builds(Overloaded, Builds(touch, 3), 1.0)),
     "as a callable's argument": pickle.dumps(collections.defaultdict(touch)),

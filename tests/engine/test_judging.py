@@ -76,8 +76,8 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def rows_of(judge: JudgeEngine, request: ScoreRequest) -> list[np.ndarray]:
-    plan = judgements.make_plan(judge, request, judgements.read(judge, request, range(len(request))))
-    texts = [str(text) for text in judgements.questions(judge, plan.subjects)]
+    plan = judgements.make_plan(judge, request, judgements.read_samples(judge, request, range(len(request))))
+    texts = [str(text) for text in judgements.render_subjects(judge, plan.subjects)]
     steps = judge.encode_in_steps(texts)
     while True:
         try:
@@ -118,7 +118,7 @@ def test_comparisons_cost_what_they_do_not_share(schedule: str, num_firsts: int,
         "Do not ask me again....",
     ]
     texts = [prompt + text for text in responses]
-    request = ScoreRequest(texts=texts, prompts=[prompt] * 4, labels=[reference] * 4)
+    request = ScoreRequest(texts=texts, prompts=[prompt] * 4, references=[reference] * 4)
     rows = [row[:-1] for row in rows_of(judge, request)]  # the label behind a question is not computed
     batches = [*judge._teacher.plan(rows)]
     computed = sum(batch.packed.num_tokens for batch in batches if batch.packed is not None)
@@ -128,7 +128,7 @@ def test_comparisons_cost_what_they_do_not_share(schedule: str, num_firsts: int,
         return len(ids)
 
     first = min(common_prefix(rows[0], row) for row in rows)
-    subjects = judgements.make_plan(judge, request, judgements.read(judge, request, range(4))).subjects
+    subjects = judgements.make_plan(judge, request, judgements.read_samples(judge, request, range(4))).subjects
     pairs = [(one.a.response, one.b.response) for one in subjects if isinstance(one, Pair)]
     firsts = sum(count(text + "\nB: ") for text in {a for a, _ in pairs})
     seconds = sum(count(b + "\n") for _, b in pairs)

@@ -87,7 +87,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, forms.Nee
     monkeypatch.setattr(
         self_check,
         "_best_path",
-        lambda engine, *_, **__: ("packed+shared" if engine.causal else "packed", "as is wanted", "", ""),
+        lambda engine, *_, **__: self_check._Choice("packed+shared" if engine.causal else "packed", "as is wanted"),
     )
     monkeypatch.setattr(self_check, "_sees_later", lambda forward: (False, 0.0))
     monkeypatch.setattr(engine_module, "to_scores", lambda head, logits, sequences: [logits] * len(sequences))

@@ -50,7 +50,7 @@ def test_rewards(name: str, dtype: str, tmp_path: Path) -> None:
     folder = str(zoo.checkpoint(name, tmp_path))
     scorer = build_scorer(ModelConfig(model=folder, dtype=dtype))
     assert scorer.info.path.startswith("packed"), scorer.info.why
-    assert scorer.same_bits and "same bits in any batch" in scorer.info.proofs, scorer.info.proofs
+    assert "same bits in any batch" in scorer.info.proofs, scorer.info.proofs
     assert_same_bits(
         made_of(ModelConfig, folder, dtype=dtype), [Sequence(row) for row in [*zoo.rows(1), np.array([7])]]
     )
@@ -103,7 +103,7 @@ def test_a_model_that_cannot_says_why(tmp_path: Path, monkeypatch: pytest.Monkey
     folder = str(zoo.checkpoint("llama", tmp_path))
     monkeypatch.setattr("guerdon.engine.independence.find", lambda: (None, "no compiler"))
     scorer = build_scorer(ModelConfig(model=folder))
-    assert not scorer.same_bits and "bits may change with the batch: no compiler" in scorer.info.proofs
+    assert "bits may change with the batch: no compiler" in scorer.info.proofs
     monkeypatch.undo()
     plain = torch.nn.functional.linear
     monkeypatch.setattr("guerdon.engine.linear.product", plain)  # of any number of rows, by MKL
@@ -111,7 +111,7 @@ def test_a_model_that_cannot_says_why(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("guerdon.engine.fewer_passes.linear.REPLACEMENTS", {})
     scorer = build_scorer(ModelConfig(model=folder))
     (said,) = [proof for proof in scorer.info.proofs if "bits" in proof]
-    assert not scorer.same_bits and "sequences have others in another one" in said
+    assert "sequences have others in another one" in said
 
 
 VOCABULARY = 40_001
@@ -279,9 +279,9 @@ def judge_groups(judge: JudgeEngine, groups: list[list[Sample]]) -> list[list[An
     plan: Any = PlanOfSingles(judge.rubric, [*samples])
     if judge.rubric.compare is not None:
         plan = PlanOfPairs(judge.rubric, [*samples], numbers, "judge")
-    texts = [str(text) for text in judgements.questions(judge, plan.subjects)]
+    texts = [str(text) for text in judgements.render_subjects(judge, plan.subjects)]
     request, rows = ScoreRequest(texts=texts), judge.text.encode(texts)
-    said = judge.score([judgements.question(judge, row, request, i) for i, row in enumerate(rows)])
+    said = judge.score([judgements.make_question(judge, row, request, i) for i, row in enumerate(rows)])
     count = len(judge.rubric.criteria)
     answers = [judgements._answer(said[i : i + count], judge.labels) for i in range(0, len(said), count)]
     results = plan.judge(answers, judge.config.verdict, 1.0, lambda *_: "").results

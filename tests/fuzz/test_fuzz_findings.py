@@ -153,7 +153,7 @@ def test_json_within_strings_is_text():
         "sentences": Tensor.of_texts("sentences", ["a"] * 16),
         "labels": Tensor("labels", "BYTES", (16,), [orjson.dumps(label) for label in labels]),
     }
-    assert kserve.to_request(InferRequest(told), cases.PLAIN).labels == labels
+    assert kserve.to_request(InferRequest(told), cases.PLAIN).references == labels
 
 
 @fuzzed

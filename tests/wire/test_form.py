@@ -196,7 +196,7 @@ def test_messages_and_labels_may_be_nested_as_deep_as_the_server_keeps():
     message = {"role": "user", "content": "a", "tool_calls": nested(MAX_DEPTH - 2)}
     assert ask("/classify", {"messages": [message]}).request.messages == [[message]]
     body = {"prompt": [message], "response": "b", "label": nested(MAX_DEPTH - 1)}
-    assert ask("/reward", body).request.labels == [body["label"]]
+    assert ask("/reward", body).request.references == [body["label"]]
     for deeper in ({"label": nested(MAX_DEPTH)}, {"prompt": [message | {"tool_calls": nested(MAX_DEPTH)}]}):
         with pytest.raises(InvalidRequest, match="nested deeper than 64"):
             ask("/reward", body | deeper)
@@ -220,7 +220,7 @@ def test_no_key_of_any_form_may_hold_too_much_nesting(path):
             except InvalidRequest:
                 continue
             assert read.request is not None
-            assert read.request.labels is None
+            assert read.request.references is None
             assert bodies.write(read.to_reply(ScoreReply([Score(0.5)], [1], "v"), RM))
 
 

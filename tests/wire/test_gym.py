@@ -9,7 +9,7 @@ import pytest
 
 from guerdon.core import ModelInfo, Score, ScoreReply
 from guerdon.errors import InvalidRequest, SampleFailed
-from guerdon.judge_core import ComparedReply, Comparisons, GroupRequest
+from guerdon.judge_core import Comparisons, GroupRequest, JudgedReply
 from guerdon.wire import bodies
 from guerdon.wire.forms import ALL_FORMS, ANSWERS, gym
 from guerdon.wire.forms.form import FormRequest
@@ -120,7 +120,7 @@ def test_the_label_is_the_first_known_key_or_the_one_that_is_named() -> None:
     def labels(value: dict[str, Any], **query: str) -> Any:
         request = read(value, **query).request
         assert request is not None
-        return request.labels
+        return request.references
 
     answers = {"verifier_metadata": {"city": "Paris"}, "answer": "a", "ground_truth": ["g"], "expected_answer": "e"}
     value = row(**answers, label=None, target="t")
@@ -222,7 +222,7 @@ def test_responses_become_answers_to_one_conversation() -> None:
         [thought],
     )
     request = asked.request
-    assert isinstance(request, GroupRequest) and request.messages is not None and request.labels is None
+    assert isinstance(request, GroupRequest) and request.messages is not None and request.references is None
     assert [one[-1] for one in request.messages] == [
         {"role": "assistant", "content": text} for text in ("4!", "Let me add.\n\n5", "")
     ]
@@ -233,7 +233,7 @@ def test_responses_become_answers_to_one_conversation() -> None:
 def test_a_principle_is_every_samples_label() -> None:
     principled = ModelInfo("judge", "judge", attribute_names=NAMES, takes_labels=True, has_components=True)
     asked = compare_read([compare_said("4")], [compare_said("5")], principle="Be brief.")
-    assert asked.request is not None and asked.request.labels == ["Be brief."] * 2
+    assert asked.request is not None and asked.request.references == ["Be brief."] * 2
     asked.check(principled)
     with pytest.raises(InvalidRequest, match="judge has no place for a principle"):
         asked.check(JUDGE)
@@ -251,9 +251,7 @@ def test_the_reply_has_rewards_verdicts_and_gyms_statistics() -> None:
     scores: list[Any] = [Score(0.5, np.zeros(4, np.float32)), Score(-0.5, np.zeros(4, np.float32))]
     comparisons = Comparisons(np.array([[0, 1]]), np.array([[0.8, 0.5]]), np.array([[False, True]]))
     asked = compare_read([compare_said("4")], [compare_said("5")])
-    told = bodies.parse(
-        bodies.write(asked.to_reply(ComparedReply(scores, [1, 1], "1", comparisons=comparisons), JUDGE))
-    )
+    told = bodies.parse(bodies.write(asked.to_reply(JudgedReply(scores, [1, 1], "1", comparisons=comparisons), JUDGE)))
     assert told["rewards"] == [0.5, -0.5]
     first, second = told["comparison_results"]
     assert first == {
@@ -278,7 +276,7 @@ def test_the_reply_has_rewards_verdicts_and_gyms_statistics() -> None:
     )
     scores[1] = SampleFailed("nothing")
     with pytest.raises(SampleFailed, match="row 1: nothing"):
-        asked.to_reply(ComparedReply(scores, [1, 1], "1", comparisons=comparisons), JUDGE)
+        asked.to_reply(JudgedReply(scores, [1, 1], "1", comparisons=comparisons), JUDGE)
 
 
 @pytest.mark.parametrize(

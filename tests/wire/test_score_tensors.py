@@ -1,4 +1,5 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import orjson
@@ -6,6 +7,7 @@ import pytest
 
 from guerdon.core import ModelInfo, Score, ScoreReply
 from guerdon.errors import InvalidRequest, Overloaded, SampleFailed, ServerFault
+from guerdon.wire import schema
 from guerdon.wire.score_tensors import prompt_groups, scores_of, to_reply, to_request
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor
 
@@ -172,9 +174,9 @@ TOLD = replace(INFO, takes_prompts=True, takes_labels=True)
 def test_prompts_are_text_and_labels_any_json():
     asked = to_request(request(sentences=["a", "b"], prompts=["ü", ""], labels=['{"x":[1]}', "null"]), TOLD)
     assert asked.prompts == ["ü", ""]
-    assert asked.labels == [{"x": [1]}, None]
+    assert asked.references == [{"x": [1]}, None]
     tokens = request(tokens=TOKENS, sequence_lengths=LENGTHS, labels=["1", '"two"'])
-    assert to_request(tokens, TOLD).labels == [1, "two"]
+    assert to_request(tokens, TOLD).references == [1, "two"]
 
 
 @pytest.mark.parametrize(
@@ -260,3 +262,12 @@ def test_an_error_that_befell_many_requests_is_told_to_each_as_its_own():
     with pytest.raises(Overloaded) as told:
         scores_of(ScoreReply([Overloaded("full", 2.5)], [1], "v"))
     assert told.value.retry_after_s == 2.5
+
+
+def test_an_output_may_be_one_number_of_the_kinds_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = schema.Field("share", "FP32", "B 1", "answer.share", lambda info: True, "a share")
+    monkeypatch.setitem(schema.MODEL_OUTPUTS, "share", share)
+    results = [Score(1.0, answer=SimpleNamespace(share=0.5)), SampleFailed("no share")]
+    asked = request(["share", "errors"], sentences=["a", "b"])
+    found = outputs_of(to_reply(ScoreReply(results, [1, 1], "9"), asked, INFO))
+    np.testing.assert_array_equal(found["share"].data, np.float32([[0.5], [np.nan]]))

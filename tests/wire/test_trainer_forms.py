@@ -21,7 +21,7 @@ def test_openrlhf_of_any_version(version):
     asked = ask("/get_reward", body)
     request = asked.request
     assert (asked.model, request.texts) == ("", body["query"])
-    assert (request.prompts, request.labels) == (body.get("prompts"), body.get("labels"))
+    assert (request.prompts, request.references) == (body.get("prompts"), body.get("labels"))
     assert not request.add_special_tokens
     assert request.truncation is None
     if "prompts" in body:
@@ -55,9 +55,9 @@ def test_openrlhfs_empty_lists(body):
 def test_openrlhf_one_sample_without_lists(label):
     request = ask("/get_reward", {"query": "Q a", "prompts": "Q", "labels": label}).request
     assert (request.texts, request.prompts) == (["Q a"], ["Q"])
-    assert request.labels == [label if isinstance(label, int) else "3"]
+    assert request.references == [label if isinstance(label, int) else "3"]
     assert reply("/get_reward", {"query": "Q a", "prompts": "Q", "labels": label}, Score(0.5))["rewards"] == [0.5]
-    assert ask("/get_reward", {"query": "Q a", "labels": None}).request.labels is None
+    assert ask("/get_reward", {"query": "Q a", "labels": None}).request.references is None
 
 
 def scored(reward: float, *components: float) -> Score:
@@ -74,14 +74,14 @@ def test_openrlhfs_logs_are_the_components_unless_switched_off():
 
 def test_slime_with_text_and_with_messages():
     request = ask("/reward", {"prompt": "Q", "response": " a", "label": "3"}).request
-    assert (request.texts, request.prompts, request.labels) == (["Q a"], ["Q"], ["3"])
+    assert (request.texts, request.prompts, request.references) == (["Q a"], ["Q"], ["3"])
     messages = [{"role": "user", "content": "Q"}]
     request = ask("/reward", {"prompt": messages, "response": "a"}).request
     assert request.messages == [[*messages, {"role": "assistant", "content": "a"}]]
-    assert (request.texts, request.prompts, request.labels) == (None, None, None)
+    assert (request.texts, request.prompts, request.references) == (None, None, None)
     again = ask("/reward", {"prompt": messages, "response": "b", "label": None}).request
     assert again.groups == request.groups
-    assert again.labels == [None]
+    assert again.references == [None]
 
 
 def test_slimes_prompt_may_begin_the_response():

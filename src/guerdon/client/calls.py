@@ -205,7 +205,7 @@ def make_request(
     """Returns the request for samples given as exactly one of `texts`, `messages` and `tokens`; raises InvalidRequest.
 
     `tokens` are token ids, one sequence a sample, of any length up to `pad_to_length`; see `token_rows`. `groups`,
-    `prompt_lengths`, `steps`, `prompts` and `labels` have one entry a sample, as in `ScoreRequest`.
+    `prompt_lengths`, `steps`, `prompts` and `labels`, the request's `references`, have one entry a sample.
     """
     given = {n: v for n, v in (("texts", texts), ("messages", messages), ("tokens", tokens)) if v is not None}
     if len(given) != 1:
@@ -238,7 +238,7 @@ def make_request(
         if (count := _num_entries(hint)) != len(samples):
             found = f"is {_type_with_article(hint)}" if count is None else f"has {count} entries"
             raise InvalidRequest(f"{name} {found} for {len(samples)} samples; it must be a list of one entry each")
-        setattr(request, name, read(name, hint))
+        setattr(request, "references" if name == "labels" else name, read(name, hint))
     return request
 
 

@@ -53,10 +53,7 @@ class HiddenStates:
 
 
 class Forward(Fallback):
-    """Runs one loaded trunk; `info` says by which path and why.
-
-    `same_bits` says whether a row's states have the same bits in any batch, as on CPUs with kernels of our own.
-    """
+    """Runs one loaded trunk; `info` says by which path and why."""
 
     def __init__(self, loaded: LoadedTrunk) -> None:
         """Runs the trunk by the path `single`, until `self_check.choose_path` has found a better one."""
@@ -72,7 +69,6 @@ class Forward(Fallback):
         self._last_layer = LastLayer(self.trunk)
         self._fewer_passes = FewerPasses(self.trunk) if self.device.type == "cpu" else None
         self._row_products, self._by_rows = RowProducts(), False
-        self.same_bits = False
         self.path, self.info = "single", loaded.info
 
     # ------------------------------------------------------------------------------- rows -> hidden states

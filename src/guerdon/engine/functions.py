@@ -29,7 +29,7 @@ MAX_BATCH_TOKENS = 65_536
 
 _READS = "`texts` or `responses` (lists of strings) or `tokens` (a list of int64 arrays)"
 
-_EXTRA = {"prompts": "prompt", "labels": "label"}
+_EXTRA = {"prompts": "prompt", "labels": "reference"}
 """Optional parameters of a function, and the attribute of a sequence that they get."""
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -89,7 +89,7 @@ class FunctionForm:
         for required in self.required:
             if getattr(sequence, _EXTRA[required]) is None:
                 return InvalidRequest(
-                    f"{name} reads {required}, and this sample's {_EXTRA[required]} was not sent, or is null or NaN: "
+                    f"{name} reads {required}, and this sample's {required[:-1]} was not sent, or is null or NaN: "
                     f"send `{required}` beside the samples, as the page of the trainer or the protocol says"
                 )
         if self.takes == "tokens":

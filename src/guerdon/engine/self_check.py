@@ -63,19 +63,19 @@ def choose_path(forward: Forward, loaded: LoadedTrunk, *, reads_last: bool) -> N
             f"prompts are not shared: {cause}" if sees_later else f"other later tokens change nothing ({_of(change)})"
         )
         shares = not sees_later
-    path, why, proof, other_bits = "single", "--deterministic", _ALONE, ""
+    best = _Choice("single", "--deterministic")
     if not config.deterministic:
-        path, why, proof, other_bits = _best_path(forward, gradients=loaded.trains, shares=shares)
-    if config.require_packed and not path.startswith("packed"):
+        best = _best_path(forward, gradients=loaded.trains, shares=shares)
+    if config.require_packed and not best.path.startswith("packed"):
         raise CheckpointError(
-            f"{info.name} cannot run packed: {why}", "leave out --require-packed to serve it the plain way"
+            f"{info.name} cannot run packed: {best.why}", "leave out --require-packed to serve it the plain way"
         )
     if forward.device.type == "cpu":
-        forward.same_bits = not other_bits
-        proofs.append(f"{independence.OTHER_BITS}: {other_bits}" if other_bits else independence.SAME_BITS)
-    forward.path = path
-    forward.use(path)
-    forward.info = dataclasses.replace(info, path=path, why=why, proofs=(*proofs, proof))
+        other = best.why_bits_differ
+        proofs.append(f"{independence.OTHER_BITS}: {other}" if other else independence.SAME_BITS)
+    forward.path = best.path
+    forward.use(best.path)
+    forward.info = dataclasses.replace(info, path=best.path, why=best.why, proofs=(*proofs, best.proof))
 
 
 def _sees_later(forward: Forward) -> tuple[bool, float]:
@@ -92,11 +92,21 @@ def _sees_later(forward: Forward) -> tuple[bool, float]:
     return any(ranks.tell_all(reached)), change
 
 
-def _best_path(forward: Forward, *, gradients: bool, shares: bool) -> tuple[str, str, str, str]:
-    """Returns the first path that passes on all ranks, why no better one does, and what is proved of its neighbours.
+@dataclass(frozen=True)
+class _Choice:
+    """A path, why no better one is used, and what is proved of a row's neighbours.
 
-    On a CPU also the reason why a row's bits may depend on its batch on any rank, empty if they do not.
+    On a CPU `why_bits_differ` is why a row's bits may depend on its batch on any rank, empty if they do not.
     """
+
+    path: str
+    why: str
+    proof: str = _ALONE
+    why_bits_differ: str = ""
+
+
+def _best_path(forward: Forward, *, gradients: bool, shares: bool) -> _Choice:
+    """Returns the first path that passes on all ranks."""
     info = forward.info
     rows = probe_rows(info.vocab_size, info.max_length, forward.pad_token_id)
     candidates = ["packed+shared", "packed"] if shares else ["packed"]
@@ -123,11 +133,11 @@ def _best_path(forward: Forward, *, gradients: bool, shares: bool) -> tuple[str,
         proof = f"{who} change nothing in {count} swaps ({_of(change)})" if count else _ALONE
         why = "; ".join([*reasons, f"agrees with the plain forward within {states:.1e}{also}"])
         if forward.device.type != "cpu":
-            return path, why, proof, ""
+            return _Choice(path, why, proof)
         with checking(forward.ranks):
-            own = next((other for probe in probes if (other := probe.bits_in_any_batch(path))), "")
-        return path, why, proof, next((other for other in forward.ranks.tell_all(own) if other), "")
-    return "single", "; ".join(reasons), _ALONE, ""
+            own = next((other for probe in probes if (other := probe.why_bits_differ(path))), "")
+        return _Choice(path, why, proof, next(filter(None, forward.ranks.tell_all(own)), ""))
+    return _Choice("single", "; ".join(reasons))
 
 
 def _of(change: float) -> str:
@@ -211,12 +221,12 @@ class _Probe:
             worst = dataclasses.replace(worst, is_reached=reached.is_reached, error=reached.error)
         return worst
 
-    def bits_in_any_batch(self, path: str) -> str:
+    def why_bits_differ(self, path: str) -> str:
         """Returns why a row's bits may depend on its batch by a path that was compared; empty if they do not."""
         self._forward.use(path)
         try:
             with self._windows():
-                return independence.bits_in_any_batch(self._forward, path, self._rows, self._packed)
+                return independence.why_bits_differ(self._forward, path, self._rows, self._packed)
         finally:
             self._forward.use("single")
 

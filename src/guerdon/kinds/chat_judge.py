@@ -15,7 +15,7 @@ import orjson
 from guerdon.core import ModelInfo, ScoreRequest, Truncation
 from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.judge_core import Criterion, Rubric, Sample
-from guerdon.kinds.judges import words
+from guerdon.kinds.judges import render_samples
 from guerdon.kinds.kind import Asks, Kind, SampleReader
 from guerdon.settings.chat_judges import ChatJudgeConfig
 
@@ -39,7 +39,9 @@ class ChatJudgeKind(Kind):
         self, reading: SampleReader, served: Any, request: ScoreRequest, cut: Truncation | None, client: str
     ) -> Asks:
         """Returns the question about each sample."""
-        rows = await reading.run_in_parts(client, range(len(request)), functools.partial(words, served, request))
+        rows = await reading.run_in_parts(
+            client, range(len(request)), functools.partial(render_samples, served, request)
+        )
         return await reading.make_sequences(rows, request, cut, served, client)
 
     def why_fixed(self, info: ModelInfo, what: str) -> str:

@@ -16,9 +16,9 @@ import numpy as np
 from guerdon.core import Score, ScoreReply, ScoreRequest, Sequence, Truncation
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.judge_core import (
-    ComparedReply,
     Comparisons,
     GroupRequest,
+    JudgedReply,
     LabelTokens,
     Pair,
     Plan,
@@ -92,11 +92,11 @@ class JudgeKind(Kind):
             return await read_next_tokens(reading, judge, judge.text, request, client)
         num_criteria = len(judge.rubric.criteria)
         samples: list[Sample | InvalidRequest] = await reading.run_in_parts(
-            client, range(len(request)), functools.partial(read, judge, request)
+            client, range(len(request)), functools.partial(read_samples, judge, request)
         )
         plan = await reading.run(client, functools.partial(make_plan, judge, request, samples))
         rows: list[np.ndarray | str | InvalidRequest] = await reading.run_in_parts(
-            client, plan.subjects, functools.partial(questions, judge)
+            client, plan.subjects, functools.partial(render_subjects, judge)
         )
         places = [i for i, row in enumerate(rows) if isinstance(row, str)]
         steps = judge.encode_in_steps([str(rows[i]) for i in places])
@@ -106,7 +106,7 @@ class JudgeKind(Kind):
         for i, row in enumerate(rows):
             fault = row if isinstance(row, InvalidRequest) else None
             ids = row if isinstance(row, np.ndarray) else np.empty(0, np.int64)
-            made = question(judge, ids, request, plan.owners[i // num_criteria])
+            made = make_question(judge, ids, request, plan.owners[i // num_criteria])
             asked.sequences.append(made)
             asked.errors.append(fault or find_fault_in_sequence(made, judge.info) or find_fault(judge, ids))
         size_answers(asked)
@@ -129,20 +129,21 @@ class JudgeKind(Kind):
         return served.text
 
 
-def read(judge: Rendering, request: ScoreRequest, numbers: Iterable[int]) -> list[Sample | InvalidRequest]:
+def read_samples(judge: Rendering, request: ScoreRequest, numbers: Iterable[int]) -> list[Sample | InvalidRequest]:
     """Returns each sample's fields for the judge, or its error."""
     made: list[Sample | InvalidRequest] = []
     for i in numbers:
         try:
-            made.append(_read(judge, request, i))
+            made.append(_read_sample(judge, request, i))
         except InvalidRequest as e:
             made.append(e)
     return made
 
 
-def words(judge: Rendering, request: ScoreRequest, numbers: Iterable[int]) -> list[str | InvalidRequest]:
+def render_samples(judge: Rendering, request: ScoreRequest, numbers: Iterable[int]) -> list[str | InvalidRequest]:
     """Returns the one question about each sample, or its error."""
-    return [one if isinstance(one, InvalidRequest) else judge.render(one)[0] for one in read(judge, request, numbers)]
+    samples = read_samples(judge, request, numbers)
+    return [sample if isinstance(sample, InvalidRequest) else judge.render(sample)[0] for sample in samples]
 
 
 def make_plan(judge: Judging, request: ScoreRequest, samples: list[Sample | InvalidRequest]) -> Plan:
@@ -156,14 +157,14 @@ def make_plan(judge: Judging, request: ScoreRequest, samples: list[Sample | Inva
     return PlanOfPairs(judge.rubric, samples, request.groups, name)
 
 
-def questions(judge: Judging, subjects: Iterable[Sample | Pair]) -> list[str | InvalidRequest]:
-    """Returns one text, or an error, for each criterion of each subject."""
+def render_subjects(judge: Judging, subjects: Iterable[Sample | Pair]) -> list[str | InvalidRequest]:
+    """Returns the question of each criterion about each subject, or its error."""
     return [question for subject in subjects for question in judge.render(subject)]
 
 
-def _read(judge: Rendering, request: ScoreRequest, i: int) -> Sample:
+def _read_sample(judge: Rendering, request: ScoreRequest, i: int) -> Sample:
     name, fields = judge.info.name, judge.rubric.fields
-    reference = None if request.labels is None else request.labels[i]
+    reference = None if request.references is None else request.references[i]
     if not judge.rubric.needs_reference:
         reference = ""
     elif reference is None:
@@ -191,7 +192,7 @@ def _read(judge: Rendering, request: ScoreRequest, i: int) -> Sample:
     return Sample(text.removeprefix(prompt or ""), prompt or "", reference)
 
 
-def question(judge: Judging, row: np.ndarray, request: ScoreRequest, i: int) -> Sequence:
+def make_question(judge: Judging, row: np.ndarray, request: ScoreRequest, i: int) -> Sequence:
     """Returns the sequence of a question about sample `i`; its last token is the first label's."""
     group = None if request.groups is None else int(request.groups[i])
     return Sequence(row, group=group, ask=judge.labels.query(len(row)))
@@ -225,7 +226,7 @@ def _reduce(served: Judging, plan: Plan, reply: ScoreReply, metrics: Numbers) ->
     if made.comparisons is not None:
         _count(made.comparisons, name, criteria, metrics)
     facts = (lengths, reply.weights_version, reply.queue_s, reply.compute_s)
-    return ComparedReply(made.results, *facts, comparisons=made.comparisons)
+    return JudgedReply(made.results, *facts, comparisons=made.comparisons)
 
 
 def _count(comparisons: Comparisons, name: str, criteria: tuple[str, ...], metrics: Numbers) -> None:

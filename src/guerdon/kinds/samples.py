@@ -26,7 +26,7 @@ def sequence(row: np.ndarray | Sequence | str | InvalidRequest, request: ScoreRe
         None if request.steps is None else request.steps[i],
         request.wants_rewards,
         None if request.prompts is None else request.prompts[i],
-        None if request.labels is None else request.labels[i],
+        None if request.references is None else request.references[i],
         request.messages is not None,
         request.width,
         None if request.asks is None else request.asks[i],

@@ -1,6 +1,7 @@
 """Every tensor that models and operations take or give, one row each, and the parameters of a request.
 
-A model's metadata, the codecs of server and client and the tables of the docs are made from these rows.
+A model's metadata, the codecs of server and client and the tables of the docs are made from these rows. A client still
+names each output that it reads itself: `_OUTPUTS` in `client/calls.py`, `_TABLES` in `client/teacher_calls.py`.
 
 Axes: B samples; T tokens, as wide as the client sends them; K as many as the longest row has; A attributes; R is 1, or
 A without merging; W scored tokens of the sample with the most; N rows of a train request, or scored tokens of all
@@ -15,7 +16,7 @@ from functools import lru_cache
 from math import nan
 from typing import Any
 
-from guerdon.core import ModelInfo
+from guerdon.core import ModelInfo, Score
 from guerdon.critic_core import Operation, OperationInfo
 
 Info = ModelInfo | OperationInfo
@@ -30,9 +31,11 @@ _FLOATS = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16"}
 class Field:
     """A tensor, and which models and operations have it.
 
-    `at` is the attribute of the request that it fills, or of a sample's result that it shows. `pad` fills rows behind
-    their end. The datatype is the model's own if it is empty. Clients such as PyTriton's send and request all that the
-    config lists, so it lists only what `is_listed`.
+    `at` is the attribute of the request that it fills, or of a sample's Score that it shows: `answer.NAME` is one of
+    the kind's own answer. An input fills it with a list of texts, JSON values or int64 rows, with the axes "B 1" int64
+    `[B]`. An output shows a number with the axes "B 1", or the length of an array; with others an array of as many axes
+    without B. None is a sample that has none. `pad` fills rows behind their end. The datatype is the model's own if it
+    is empty. Clients such as PyTriton's send and request all that the config lists, so it lists only what `is_listed`.
     """
 
     name: str
@@ -43,6 +46,18 @@ class Field:
     about: str
     pad: float = 0
     is_listed: bool = True
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether it shows a part of the kind's own answer."""
+        return self.at.startswith("answer.")
+
+    def part_of(self, result: Score) -> Any:
+        """Returns what an output shows of a sample's result; None if that has none."""
+        part: Any = result
+        for name in self.at.split("."):
+            part = None if part is None else getattr(part, name)
+        return part
 
     def datatype_of(self, info: Info) -> str:
         """Returns the datatype that it has in a reply of the model."""
@@ -98,7 +113,7 @@ TARGET_IDS = Field("target_ids", "INT64", "B W K", "given", _TEACHER,
                    "ids whose log-probs are wanted, per scored token, or [B,K] for all of a sample; pads are -1", -1)
 PROMPTS = Field("prompts", "BYTES", "B 1", "prompts", _model(lambda info: info.takes_prompts),
                 "texts before the responses; listed only for models that read them")
-LABELS = Field("labels", "BYTES", "B 1", "labels", _model(lambda info: info.takes_labels),
+LABELS = Field("labels", "BYTES", "B 1", "references", _model(lambda info: info.takes_labels),
                "a JSON value per row, or `null`; listed only if a function reads it")
 STEPS = Field("step_positions", "INT64", "B K", "steps", _gives("step_rewards"),
               "positions of the tokens whose values are step rewards, padded with -1", -1)

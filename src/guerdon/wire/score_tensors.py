@@ -34,7 +34,7 @@ _LARGEST_TEMPERATURE = 1e30
 
 _CONTENTS = {field.name for field in (schema.SENTENCES, schema.MESSAGES, schema.TOKENS, schema.INPUT_IDS)}
 _HINTS = (schema.GROUPS, schema.PROMPT_LENGTHS, schema.PROMPTS, schema.LABELS, schema.STEPS)
-_NUMPY = {"FP32": np.float32, "INT32": np.int32, "BF16": np.uint16, "FP16": np.float16}
+_NUMPY = {"FP32": np.float32, "INT64": np.int64, "INT32": np.int32, "BF16": np.uint16, "FP16": np.float16}
 
 
 def to_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
@@ -344,50 +344,34 @@ def _rounds_hidden(request: InferRequest) -> bool:
 def _output(field: Field, reply: ScoreReply, request: InferRequest, info: ModelInfo) -> Tensor | None:
     """Returns the output, None if there are scores, and none has it."""
     name, results = field.name, reply.results
-    if field is schema.REWARDS:
-        attributes = None if info.merges_attributes else _output(schema.ATTRIBUTES, reply, request, info)
+    if field is schema.REWARDS and not info.merges_attributes:
+        attributes = _output(schema.ATTRIBUTES, reply, request, info)
         if attributes is not None:
             return dataclasses.replace(attributes, name=name)
-        rewards = np.array([r.reward if isinstance(r, Score) else np.nan for r in results], np.float32)
-        return Tensor.of(name, rewards if schema.INPUT_IDS.name in request.inputs else rewards[:, None])
     if field is schema.EXCEEDED:
         return Tensor.of(name, np.zeros((len(results), 1), np.int32))
     if field is schema.OUT_LENGTHS:
         return Tensor.of(name, np.array(reply.lengths, np.int64)[:, None])
     if field is schema.ERRORS:
         return Tensor.of_texts(name, [str(r) if isinstance(r, GuerdonError) else "" for r in results])
-    outer, _, inner = field.at.partition(".")
-    parts = [None if isinstance(result, GuerdonError) else getattr(result, outer) for result in results]
-    if inner:
-        parts = [None if part is None else getattr(part, inner) for part in parts]
+    parts = [None if isinstance(result, GuerdonError) else field.part_of(result) for result in results]
     found = [part for part in parts if part is not None]
-    if not found and not inner and any(isinstance(result, Score) for result in results):
+    if not found and not field.is_answered and any(isinstance(result, Score) for result in results):
         return None
     if field is schema.HIDDEN_STATES:
         datatype = "BF16" if _rounds_hidden(request) else field.datatype_of(info)
         states = np.concatenate([np.empty((0, info.hidden_size), _NUMPY[datatype]), *found])
         return Tensor(name, datatype, states.shape, states)
-    if field.datatype == "INT64":
-        counts = [0 if part is None else part if isinstance(part, int) else len(part) for part in parts]
-        if field is schema.HIDDEN_OFFSETS:
-            return Tensor.of(name, np.cumsum([0, *counts], dtype=np.int64))
-        return Tensor.of(name, np.array(counts, np.int64)[:, None])
-    if inner:  # a teacher's
-        width = max(map(len, found), default=0)
-    else:
-        least = len(info.attribute_names) if name == schema.ATTRIBUTES.name else 1  # if all rows failed
-        width = max(map(len, found), default=least or 1)
-        content = request.inputs.get(schema.TOKENS.name) or request.inputs.get(schema.INPUT_IDS.name)
-        if field is schema.VALUES and content is not None:
-            width = content.shape[1]
-        elif field is schema.VALUES and found:
-            width = max(width, *reply.lengths)
-        if len(results) * width > _MAX_NUMBERS and content is None:
-            raise InvalidRequest(
-                f"{len(results):,} rows, the longest of {width:,}, make a table of {name} that is larger than "
-                f"{_MAX_NUMBERS:,} numbers; send fewer texts in a request, or texts of like length"
-            )
-    beyond = max(part.shape for part in found)[1:] if inner and found else ()
+    if field is schema.HIDDEN_OFFSETS:
+        return Tensor.of(name, np.cumsum([0, *(0 if part is None else len(part) for part in parts)], dtype=np.int64))
+    if field.axes in ("B 1", "B R"):  # a number, or how many there are
+        lacking = np.nan if field.datatype == "FP32" else 0
+        numbers = [lacking if part is None else len(part) if np.ndim(part) else part for part in parts]
+        column = np.array(numbers, _NUMPY[field.datatype])
+        is_flat = field is schema.REWARDS and schema.INPUT_IDS.name in request.inputs
+        return Tensor.of(name, column if is_flat else column[:, None])
+    width = max(map(len, found), default=0) if field.is_answered else _width(field, found, reply, request, info)
+    beyond = max(part.shape for part in found)[1:] if found else ()
     table = np.full((len(results), width, *beyond), field.pad, _NUMPY[field.datatype])
     for out, part in zip(table, parts, strict=True):
         if part is not None:
@@ -395,3 +379,20 @@ def _output(field: Field, reply: ScoreReply, request: InferRequest, info: ModelI
         elif field.datatype == "FP32":
             out[:] = np.nan
     return Tensor.of(name, table)
+
+
+def _width(field: Field, found: list[Any], reply: ScoreReply, request: InferRequest, info: ModelInfo) -> int:
+    """Returns the columns of a table of what every kind's scores have; raises InvalidRequest if it is too large."""
+    least = len(info.attribute_names) if field.name == schema.ATTRIBUTES.name else 1  # if all rows failed
+    width = max(map(len, found), default=least or 1)
+    content = request.inputs.get(schema.TOKENS.name) or request.inputs.get(schema.INPUT_IDS.name)
+    if field is schema.VALUES and content is not None:
+        width = content.shape[1]
+    elif field is schema.VALUES and found:
+        width = max(width, *reply.lengths)
+    if len(reply.results) * width > _MAX_NUMBERS and content is None:
+        raise InvalidRequest(
+            f"{len(reply.results):,} rows, the longest of {width:,}, make a table of {field.name} that is larger than "
+            f"{_MAX_NUMBERS:,} numbers; send fewer texts in a request, or texts of like length"
+        )
+    return width

@@ -205,10 +205,10 @@ def test_cpu_time_counts_over_all_processes() -> None:
 def test_the_function_gets_what_it_gets_without_isolation() -> None:
     labels: list[Any] = ["a", 2**70, {"b": [1.5, None, True]}, "ünïcode\u2028", ""]
     sequences = [
-        Sequence(NO_TOKENS, text=f"prompt {i}answer", prompt=f"prompt {i}", label=label)
+        Sequence(NO_TOKENS, text=f"prompt {i}answer", prompt=f"prompt {i}", reference=label)
         for i, label in enumerate(labels)
     ]
-    sequences += [Sequence(NO_TOKENS, text="answer", prompt="other", label=1), Sequence(NO_TOKENS, text="no label")]
+    sequences += [Sequence(NO_TOKENS, text="answer", prompt="other", reference=1), Sequence(NO_TOKENS, text="no label")]
     plain = FunctionScorer(ModelConfig(model="troubles:whole", name="f"))
     with_children = IsolatedScorer(ModelConfig(model="troubles:whole", name="f", isolate=True, children=2))
     try:

@@ -102,7 +102,7 @@ def test_openrlhf_as_it_sends_and_reads(client, service):
     told = client.post("/get_reward", json=body)
     assert told.content == b'{"rewards":[3.0,4.0,3.0],"scores":[3.0,4.0,3.0],"extra_logs":{}}'
     asked = service.requests[-1]
-    assert (asked.texts, asked.prompts, asked.labels) == (body["query"], body["prompts"], body["labels"])
+    assert (asked.texts, asked.prompts, asked.references) == (body["query"], body["prompts"], body["labels"])
     assert len(set(asked.groups)) == 2
     logs = client.post("/get_reward?model=many", json=body).json()["extra_logs"]
     assert logs == {"length": [3, 4, 3], "first": [555, 555, 555]}

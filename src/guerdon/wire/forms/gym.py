@@ -185,7 +185,7 @@ def _verify(row: dict[str, Any], url: VerifyUrl) -> FormRequest:
     request, unread = None, None
     try:
         request = of_conversation(conversation_of(body.responses_create_params, body.response))
-        request.labels = _labels(row, url.label)
+        request.references = _labels(row, url.label)
     except InvalidRequest as e:  # the sample's own error, as if it had come from the model
         unread = e
 

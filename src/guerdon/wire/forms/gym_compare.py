@@ -10,7 +10,7 @@ import numpy as np
 
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest
-from guerdon.judge_core import DISAGREED, ComparedReply, Comparisons, GroupRequest
+from guerdon.judge_core import DISAGREED, Comparisons, GroupRequest, JudgedReply
 from guerdon.messages import answered, plain
 from guerdon.wire.forms import form
 from guerdon.wire.forms.gym import PolicyResponse, text_of
@@ -78,7 +78,7 @@ def _compare(body: CompareBody, url: form.Url) -> form.FormRequest:
     request = GroupRequest(
         messages=[answered(history, text) for text in texts],
         groups=np.zeros(len(texts), np.int64),
-        labels=[body.principle] * len(texts) if body.principle else None,
+        references=[body.principle] * len(texts) if body.principle else None,
     )
 
     def check(info: ModelInfo) -> None:
@@ -96,7 +96,7 @@ def _compare(body: CompareBody, url: form.Url) -> form.FormRequest:
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> CompareReply:
         rewards = np.array([number(score.reward) for score in scores_of(reply)], np.float32)
-        assert isinstance(reply, ComparedReply) and reply.comparisons is not None
+        assert isinstance(reply, JudgedReply) and reply.comparisons is not None
         return CompareReply(rewards, [*_results(reply.comparisons, info)], _metrics(reply.comparisons))
 
     return form.FormRequest(body.model or "", request, to_reply, check)

@@ -79,5 +79,5 @@ def _to_request(body: GetRewardBody) -> ScoreRequest:
             raise InvalidRequest(f"{name} has {len(values)} entries, query {len(texts)}; send one a text, or none")
     check_depth(labels, "labels")
     return ScoreRequest(
-        texts=texts, groups=prompt_groups(prompts) if prompts else None, prompts=prompts, labels=labels or None
+        texts=texts, groups=prompt_groups(prompts) if prompts else None, prompts=prompts, references=labels or None
     )

@@ -51,8 +51,8 @@ def _reward(body: RewardBody, url: RewardUrl) -> form.FormRequest:
         request.completes = url.ending != "false"
     else:
         request = form.of_conversation(answered(form.check_conversation(body.prompt, "prompt"), body.response))
-    request.labels = None if body.label is UNSET else [body.label]
-    check_depth(request.labels, "label")
+    request.references = None if body.label is UNSET else [body.label]
+    check_depth(request.references, "label")
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> np.float32 | dict[str, Any]:
         (score,) = scores_of(reply)
