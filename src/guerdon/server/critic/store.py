@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import orjson
 from safetensors import SafetensorError
@@ -82,9 +82,13 @@ class Journal:
             make_folder(folder)
             if not os.access(folder, os.W_OK):
                 raise OSError(errno.EROFS, "it cannot be written")
-            self._lock = _locked(folder)
+            self._lock = locked(folder / "lock")
             for leftover in folder.glob(ASIDE + "*"):
                 leftover.unlink()
+        except BlockingIOError:
+            raise StartError(
+                f"another server works on {folder}", "stop it, or give each critic a checkpoint_dir of its own"
+            ) from None
         except OSError as e:
             raise StartError(
                 f"cannot keep a journal in {folder}: {e.strerror}", "give a checkpoint_dir that can be written"
@@ -538,12 +542,3 @@ def _decode(answers: bytes) -> dict[str, TrainOutcome]:
         report = entry["report"] and critic_tensors.from_json(TrainReport, orjson.dumps(entry["report"]))
         outcomes[name] = TrainOutcome(entry["digest"], report, entry["failure"], entry["num_steps"])
     return outcomes
-
-
-def _locked(folder: Path) -> TextIO:
-    try:
-        return locked(folder / "lock")
-    except BlockingIOError:
-        raise StartError(
-            f"another server works on {folder}", "stop it, or give each critic a checkpoint_dir of its own"
-        ) from None
