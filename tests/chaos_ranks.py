@@ -36,8 +36,8 @@ import zoo
 from chaos_account import GBS, LEARNING_RATE, START_S, TOLERANCE, Found, Reference, Witnesses, Work, note, weights_of
 from guerdon import CriticClient, RetryPolicy, TrainReport
 from guerdon.errors import GuerdonError, Unavailable
-from killing import free_port
 from launched import Launch, launching
+from ports import free_port
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "data2": (2, ()),

@@ -127,9 +127,3 @@ class Restarted:
             with contextlib.suppress(OSError):
                 socket.create_connection(("127.0.0.1", self._port)).close()
                 return
-
-
-def free_port() -> int:
-    """A port on which nobody listens now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

@@ -1,7 +1,6 @@
 """Servers that trainers' clients and adapters are tried against, and the texts that they have scored."""
 
 import math
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,12 +88,6 @@ def critic(folder: Path) -> Iterator[RunningServer]:
     config.deterministic, config.global_batch_size = True, 3
     with running(critic=config, grpc_port=0) as server:
         yield server
-
-
-def free_port() -> int:
-    """A port on which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @contextmanager

@@ -30,7 +30,8 @@ from guerdon.settings.actors import (
     TeacherServer,
 )
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig, TeacherConfig
-from killing import Kill, Restarted, forkserver, free_port
+from killing import Kill, Restarted, forkserver
+from ports import free_port
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -16,7 +16,8 @@ from guerdon import RetryPolicy, RewardClient
 from guerdon.settings.chat_judges import ChatJudgeConfig, ParseConfig
 from guerdon.settings.config import ServerConfig
 from guerdon.wire.chat_completions import write_request
-from killing import Kill, Restarted, forkserver, free_port
+from killing import Kill, Restarted, forkserver
+from ports import free_port
 from stand_in_judge import KEY, MODEL, stand_in
 
 NUM_SAMPLES = 200

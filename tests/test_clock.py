@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ports import free_port
 from processes import environment
-from served import free_port
 
 TESTS = Path(__file__).parent
 SRC = TESTS.parent / "src" / "guerdon"

@@ -19,7 +19,8 @@ import zoo
 from guerdon import CriticClient, Gae, RetryPolicy, TrainReport, assembly
 from guerdon.client.critic_calls import make_train_request
 from guerdon.settings.config import CriticConfig, ServerConfig
-from killing import Kill, Restarted, forkserver, free_port
+from killing import Kill, Restarted, forkserver
+from ports import free_port
 
 NUM_REQUESTS = 20
 GBS = 4

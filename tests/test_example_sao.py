@@ -17,7 +17,8 @@ from guerdon.settings.actors import PPORunConfig, check_actor
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 from guerdon.settings.fields import from_mapping
 from guerdon.settings.yaml_files import read_yaml
-from killing import Kill, Restarted, forkserver, free_port
+from killing import Kill, Restarted, forkserver
+from ports import free_port
 from processes import environment
 
 SAO = Path(__file__).parents[1] / "examples/sao"

@@ -24,7 +24,8 @@ import zoo
 from guerdon.client import CriticClient, RewardClient, TeacherClient
 from guerdon.server.runtime import RunningServer
 from linked_environment import EXTRAS, ROOT, Environment, linked
-from served import free_port, plain
+from ports import free_port
+from served import plain
 from server.helpers import wait_until
 from training.plain import request
 

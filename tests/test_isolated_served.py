@@ -20,8 +20,9 @@ from guerdon.errors import GuerdonError
 from guerdon.local import LocalRewardModel
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
+from ports import free_port
 from processes import environment
-from served import free_port, running
+from served import running
 from server.helpers import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="isolation needs Linux")

@@ -38,7 +38,8 @@ from guerdon.settings.actors import (
 )
 from guerdon.settings.config import CriticConfig, ModelConfig
 from launched import Launch, started
-from served import free_port, reward_model, samples, texts
+from ports import free_port
+from served import reward_model, samples, texts
 from server.helpers import wait_until
 from test_ranks_served import is_free, score, wait_until_ready
 

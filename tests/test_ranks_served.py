@@ -28,7 +28,8 @@ import zoo
 from guerdon.client import CriticClient, RetryPolicy, RewardClient, Scores
 from guerdon.errors import Unavailable
 from launched import Launch, launched, launching
-from served import FAILS, free_port, reward_model, samples, sums, texts
+from ports import free_port
+from served import FAILS, reward_model, samples, sums, texts
 from server.helpers import wait_until
 from test_critic_server_trainer import batch_of, by_hand, make
 

@@ -28,8 +28,9 @@ from guerdon.cli.findings import Finding
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig
 from guerdon.settings.sources import CRITIC_PORTS
+from ports import free_port
 from processes import environment
-from served import Serve, free_port, reward_model
+from served import Serve, reward_model
 from server.keys import ADMIN, SCORE, bearer, keyed
 
 MODELS = [ModelConfig(model="scorers:score")]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import ports
 from client.echo_server import ENV, EchoProcess
 from guerdon.client import AsyncRewardClient, RetryPolicy, RewardClient
 from guerdon.errors import DeadlineExceeded, RouteNotFound, Unavailable, Unreachable
@@ -23,8 +24,7 @@ KINDS = ["http", "grpc"]
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+    return ports.free_port()
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any
 
 from forks import Forks
+from ports import free_port
 from processes import environment
-from served import free_port
 
 ROOT = Path(__file__).parents[2]
 PORTS = {**dict.fromkeys(("serve", "serve-teacher", "serve-judge"), ("5555", "5557")), "serve-critic": ("5556", "5558")}

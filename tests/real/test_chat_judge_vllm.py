@@ -27,7 +27,8 @@ from guerdon.server.chat_judge.parsing import AnswerParser, Unreadable
 from guerdon.settings.chat_judges import ChatJudgeConfig, ParseConfig
 from guerdon.settings.config import ServerConfig
 from guerdon.wire.chat_completions import ChatAnswer, write_request
-from killing import Kill, Restarted, forkserver, free_port
+from killing import Kill, Restarted, forkserver
+from ports import free_port
 from stand_in_judge import stand_in
 
 VLLM = os.environ.get("GUERDON_VLLM", "")

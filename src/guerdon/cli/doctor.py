@@ -419,6 +419,7 @@ def _check_gpu(torch: Any, index: int) -> Finding:
 def _check_cpu(torch: Any) -> Iterator[Finding]:
     """Reports the memory, and measures products: processors without units for half precision are slow with it."""
     from guerdon.engine.checkpoint import placement
+    from guerdon.engine.native.library import find
     from guerdon.engine.products import flops_per_second
 
     free = placement._host_bytes()
@@ -426,6 +427,12 @@ def _check_cpu(torch: Any) -> Iterator[Finding]:
     base, bfloat16, float16 = flops_per_second(torch.float32, torch.bfloat16, torch.float16)
     halves = f"bfloat16 {bfloat16 / base:.1f} times as fast, float16 {float16 / base:.1f} times as fast"
     yield ok("products on cpu", f"float32 {base / 1e9:,.0f} GFLOP/s per core, {halves}")
+    library, text = find()
+    if library is not None:
+        yield ok("kernels on cpu", f"compiled for {text}: scores have the same bits in any batch")
+        return
+    remedy = "install g++, then guerdon again: attention takes half the time, and scores have the same bits in any batch"
+    yield note("kernels on cpu", f"none, {text}", remedy)
 
 
 def _check_attention(device: str) -> Finding:

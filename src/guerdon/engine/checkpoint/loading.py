@@ -15,7 +15,7 @@ from guerdon.engine.checkpoint.model_config import check_generates, read_config
 from guerdon.engine.checkpoint.placement import check_memory, pick_device, pick_dtype
 from guerdon.engine.checkpoint.stored import StoredCheckpoint, digest_of, open_checkpoint
 from guerdon.engine.host import keep_freed
-from guerdon.engine.products import warn_if_slow
+from guerdon.engine.products import say_if_other_is_faster
 from guerdon.errors import CheckpointError
 from guerdon.settings.config import LanguageModelConfig, ModelConfig
 
@@ -48,7 +48,7 @@ class Loading:
         keep_freed(device)
         dtype = pick_dtype(config.dtype, device)
         if self._ranks.is_leader:
-            warn_if_slow(dtype, device)
+            say_if_other_is_faster(dtype, device)
         checkpoint = open_checkpoint(config.model, config.revision, config.base)
         model_config = read_config(checkpoint)
         if for_text:
