@@ -25,6 +25,7 @@ from guerdon import __version__, cli
 from guerdon.cli import doctor
 from guerdon.cli.doctor_model import examine_model, is_model
 from guerdon.cli.findings import Finding
+from guerdon.engine.native.library import find
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig
 from guerdon.settings.sources import CRITIC_PORTS
@@ -82,6 +83,8 @@ def test_this_machine_has_no_problem_and_its_findings_are_true(capsys, monkeypat
     assert lines["guerdon"] == f"ok       guerdon: {__version__}"
     assert metadata.version("transformers") in lines["extra server"]
     assert "packed+shared" in lines["attention on cpu"]
+    compiled = lines["kernels on cpu"].startswith("ok       kernels on cpu: compiled for ")
+    assert compiled == (find()[0] is not None)
     assert "set: servers started here require a key" in lines["GUERDON_API_KEYS"]
     assert "set: clients send it" in lines["GUERDON_API_KEY"]
     assert SCORE not in out and "me" not in lines["GUERDON_API_KEYS"].split()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import zoo
 from guerdon.engine.native.library import find
-from guerdon.engine.products import flops_per_second
+from guerdon.engine.products import flops_per_second, say_if_other_is_faster
 from guerdon.engine.row_products import RowProducts
 
 
@@ -115,3 +115,11 @@ def test_slow_half_precision_is_warned_of_with_its_factor(tmp_path: Path) -> Non
 def test_the_rate_is_that_of_real_products() -> None:
     # More than an abacus, less than any processor of the next decade has.
     assert all(1e7 < rate < 1e15 for rate in flops_per_second(torch.float32, torch.bfloat16))
+
+
+def test_float32_names_bfloat16_where_it_multiplies_faster(caplog: pytest.LogCaptureFixture) -> None:
+    base, half = flops_per_second(torch.float32, torch.bfloat16)
+    with caplog.at_level("INFO"):
+        say_if_other_is_faster(torch.float32, torch.device("cpu"))
+    expected = f"--dtype bfloat16 would multiply {half / base:.1f} times as fast" if half / base >= 1.3 else ""
+    assert expected in caplog.text and bool(expected) == bool(caplog.text)
