@@ -70,7 +70,7 @@ async def test_many_rewards_are_counted_a_part_at_a_time() -> None:
     finally:
         await asyncio.to_thread(service.stop)
     taken = service.recorder.rewards.taken(info.name, service.recorder.now() - 60, service.recorder.now())
-    assert total(moments for _, moments, _ in taken.between(0, 1e12)).count == 50_000
+    assert total(bucket.moments for _, bucket in taken.between(0, 1e12)).count == 50_000
 
 
 async def test_an_answered_request_is_noted_and_a_refused_one_is_not() -> None:

@@ -139,8 +139,8 @@ def test_the_beginning_is_kept_however_long_ago_and_the_rest_goes():
     later = NOW + 3600 * 24 * 30
     assert pool(made, "rm", NOW - 60, NOW + 3600, later).rewards.tolist() == [0, 0]
     assert not len(pool(made, "rm", NOW + 2 * 3600, NOW + 24 * 3600, later).rewards)
-    assert len(made._coarse["rm"]._buckets) < 60
-    assert len(made._fine["rm"]._buckets) < 5
+    fine, coarse = made._kept["rm"]._kept
+    assert len(coarse) < 60 and len(fine) < 5
 
 
 def test_pending_rewards_are_folded_before_they_grow_large():
@@ -163,12 +163,12 @@ def test_a_copy_of_the_buckets_never_changes():
     made = RewardHistory()
     made.note("rm", NOW, np.arange(1000.0).tolist(), [1] * 1000)
     made.fold()
-    ((_, moments, kept),) = made.taken("rm", NOW - 60, NOW).between(NOW - 60, NOW + 60)
-    before = kept.copy()
+    ((_, bucket),) = made.taken("rm", NOW - 60, NOW).between(NOW - 60, NOW + 60)
+    before = bucket.kept.copy()
     made.note("rm", NOW, [-1.0] * 100_000, [1] * 100_000)
     made.fold()
-    assert (moments.count, moments.least) == (1000, 0)
-    assert (kept == before).all()
+    assert (bucket.moments.count, bucket.moments.least) == (1000, 0)
+    assert (bucket.kept == before).all()
 
 
 START = 1_700_000_000.0

@@ -11,7 +11,7 @@ import pytest
 from guerdon.core import Score
 from guerdon.errors import InvalidRequest, SampleFailed
 from guerdon.server.metrics import Metrics
-from guerdon.server.page import judge_calls, snapshot, traffic
+from guerdon.server.page import snapshot, traffic
 from guerdon.server.page.query import parse_query
 from guerdon.server.page.recent_errors import RecentErrors
 from guerdon.settings.config import ServerConfig
@@ -173,7 +173,7 @@ def test_calls_are_summed_up_by_judge():
     metrics.add("guerdon_judge_completion_tokens", 20, "a")
     metrics.add("guerdon_judge_cost", 0.25, "a")
     metrics.set("guerdon_judge_budget_used", 0.125, "a")
-    told = judge_calls.calls(metrics.sample(*judge_calls.METRICS), ["a", "c"])
+    told = traffic.judge_calls(metrics.sample(*traffic.METRICS), ["a", "c"])
     assert told["a"] == {
         "outcomes": {"answered": 2, "timeout": 1},
         "in_progress": 0,

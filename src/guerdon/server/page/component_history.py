@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from guerdon.server.page.reward_history import FINE_S
-from guerdon.server.page.timed_sums import TakenSums, TimedSums, total
+from guerdon.server.page.timed_buckets import FINE_S, TakenBuckets, TimedBuckets
 
 MOST_COMPONENTS = 12
 """More are left out, because a bucket's products grow with their square."""
@@ -73,7 +72,7 @@ class ComponentHistory:
     """The components of every model; noted ones count when they are folded."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[tuple[str, ...], TimedSums[CoMoments]]] = {}
+        self._kept: dict[str, tuple[tuple[str, ...], TimedBuckets[CoMoments]]] = {}
         self._pending: deque[_Noted] = deque()
 
     def note(
@@ -94,14 +93,18 @@ class ComponentHistory:
         while self._pending and (most is None or num_folded < most):
             name, time, names, rows, rewards = self._pending.popleft()
             num_folded += len(rows)
-            table = _means(rows) if rewards is None else _table(rows, rewards)
+            if rewards is None:
+                table = _means(rows)
+            else:
+                shown = np.stack(rows)[:, :MOST_COMPONENTS]
+                table = np.column_stack([shown.astype(np.float64), np.array(rewards, np.float64)])
             together.setdefault((name, names, int(time // FINE_S)), []).append(table)
         for (name, names, at), tables in together.items():
             table = np.concatenate(tables)
             table = table[np.isfinite(table).all(axis=1)]
             if len(table):
                 if name not in self._kept or self._kept[name][0] != names:  # another checkpoint was loaded
-                    self._kept[name] = (names, TimedSums())
+                    self._kept[name] = (names, TimedBuckets())
                 self._kept[name][1].add(at * FINE_S, CoMoments.of(table))
 
     def taken(self, name: str, start: float, now: float) -> TakenComponents | None:
@@ -117,14 +120,15 @@ class TakenComponents:
     """A copy of a model's components, readable on any thread."""
 
     names: tuple[str, ...]
-    sums: TakenSums[CoMoments]
+    sums: TakenBuckets[CoMoments]
 
     def tell(self, start: float, step_s: float, count: int) -> dict[str, Any]:
         """Returns each component's mean, spread and share of the variance in each of `count` periods, and in all."""
         columns = self.sums.columns(start, step_s, count)
         shown = self.names[:MOST_COMPONENTS]
         told = [_tell(column, len(shown)) for column in columns]
-        whole = total(columns)
+        some = [column for column in columns if column is not None]
+        whole = sum(some[1:], some[0]) if some else None
         return {
             "from": start,
             "step_s": step_s,
@@ -140,12 +144,6 @@ def _tell(moments: CoMoments | None, num_components: int) -> dict[str, Any]:
     if moments is None:
         return dict.fromkeys(("mean", "std", "share"), np.full(num_components, np.nan))
     return {"mean": moments.mean[:-1], "std": moments.std[:-1], "share": moments.shares()}
-
-
-def _table(rows: list[np.ndarray], rewards: list[float]) -> np.ndarray:
-    """Returns components and rewards, float64 `[N,K+1]`."""
-    shown = np.stack(rows)[:, :MOST_COMPONENTS]
-    return np.column_stack([shown.astype(np.float64), np.array(rewards, np.float64)])
 
 
 def _means(rows: list[np.ndarray]) -> np.ndarray:

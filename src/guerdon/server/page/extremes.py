@@ -116,15 +116,12 @@ class ExtremeSamples:
             for old in [i for i in slots if (i + 1) * seconds <= time - window_s]:
                 del slots[old]
             slots[at] = _Slot()
-            self._bound()
+            # Evicts the oldest slots if all exceed the memory limit.
+            total = sum(slot.num_bytes for kept in (self._coarse, self._fine) for slot in kept.values())
+            for kept in (self._coarse, self._fine):
+                while total > self._most_bytes and len(kept) > 1:
+                    total -= kept.pop(min(kept)).num_bytes
         return slots[at]
-
-    def _bound(self) -> None:
-        """Evicts the oldest slots if all exceed the memory limit."""
-        total = sum(slot.num_bytes for slots in (self._coarse, self._fine) for slot in slots.values())
-        for slots in (self._coarse, self._fine):
-            while total > self._most_bytes and len(slots) > 1:
-                total -= slots.pop(min(slots)).num_bytes
 
 
 def _largest(rewards: np.ndarray) -> list[int]:

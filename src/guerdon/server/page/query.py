@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from guerdon.errors import InvalidRequest
-from guerdon.server.page.reward_history import COARSE_S, FINE_S, FINE_WINDOW_S
+from guerdon.server.page.timed_buckets import COARSE_S, FINE_S, FINE_WINDOW_S
 
 LEAST_S, MOST_S = 60.0, 86_400.0
 _DEFAULT_S = 600.0
@@ -49,23 +49,16 @@ def parse_query(query: Mapping[str, str], *known: str) -> PageQuery:
     reference: str | tuple[float, float] = query.get("reference", "previous")
     if reference not in ("previous", "start"):
         reference = _span(str(reference))
-    window_s = _window(query.get("window", str(_DEFAULT_S)))
-    until = _until(query["until"]) if "until" in query else None
+    window_s, until = _number(query.get("window", str(_DEFAULT_S))), None
+    if not LEAST_S <= window_s <= MOST_S:
+        raise InvalidRequest(f"the URL has window={query['window']}; give seconds from {LEAST_S:g} to {MOST_S:g}")
+    window_s = _rounded(window_s, FINE_S if window_s <= FINE_WINDOW_S else COARSE_S)
+    if "until" in query:
+        until = _number(query["until"])
+        if not 0 < until < math.inf:
+            raise InvalidRequest(f"the URL has until={query['until']}; give seconds since 1970, such as 1767229200")
+        until = _rounded(until, FINE_S)
     return PageQuery(window_s, reference, query.get("model", ""), query.get("beside", ""), until)
-
-
-def _window(text: str) -> float:
-    seconds = _number(text)
-    if not LEAST_S <= seconds <= MOST_S:
-        raise InvalidRequest(f"the URL has window={text}; give seconds from {LEAST_S:g} to {MOST_S:g}")
-    return _rounded(seconds, FINE_S if seconds <= FINE_WINDOW_S else COARSE_S)
-
-
-def _until(text: str) -> float:
-    end = _number(text)
-    if not 0 < end < math.inf:
-        raise InvalidRequest(f"the URL has until={text}; give seconds since 1970, such as 1767229200")
-    return _rounded(end, FINE_S)
 
 
 def _span(text: str) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from guerdon import errors
-from guerdon.server.page.timed_sums import TakenSums, TimedSums
+from guerdon.server.page.timed_buckets import TakenBuckets, TimedBuckets
 from guerdon.server.page.traffic import FINE, Sample
 
 Kind = tuple[str, str]
@@ -18,7 +18,7 @@ class RecentErrors:
     """The errors of every model over the last day."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, TimedSums[Counter[Kind]]] = {}
+        self._kept: dict[str, TimedBuckets[Counter[Kind]]] = {}
         self._latest: dict[str, dict[Kind, float]] = {}
         self._counted: dict[tuple[str, str], float] = {}
 
@@ -39,7 +39,7 @@ class RecentErrors:
             self._add(model, time, ("sample", kind), count)
 
     def _add(self, model: str, time: float, kind: Kind, count: int) -> None:
-        self._kept.setdefault(model, TimedSums()).add(time, Counter({kind: count}))
+        self._kept.setdefault(model, TimedBuckets()).add(time, Counter({kind: count}))
         self._latest.setdefault(model, {})[kind] = time
 
     def taken(self, names: Iterable[str], start: float, now: float) -> list[TakenErrors]:
@@ -54,7 +54,7 @@ class RecentErrors:
 class TakenErrors:
     """A copy of one model's errors, readable on any thread."""
 
-    def __init__(self, sums: TakenSums[Counter[Kind]], latest: dict[Kind, float]) -> None:
+    def __init__(self, sums: TakenBuckets[Counter[Kind]], latest: dict[Kind, float]) -> None:
         self._sums, self._latest = sums, latest
 
     def tell(self, start: float, step_s: float, count: int) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from guerdon.kinds import all_kinds
 from guerdon.server import logs
 from guerdon.server.catalog import Catalog
 from guerdon.server.metrics import Metrics
-from guerdon.server.page import judge_calls, traffic
+from guerdon.server.page import traffic
 from guerdon.server.page.component_history import ComponentHistory
 from guerdon.server.page.extremes import ExtremeSamples
 from guerdon.server.page.recent_errors import RecentErrors
@@ -107,8 +107,10 @@ class PageRecorder:
             getattr(self, history).note_means(info.name, now, what, numbers)
         if not request.wants_rewards or "rewards" not in info.outputs:
             return
-        if "attributes" in info.outputs and scores:
-            self._note_components(info, now, scores)
+        parts = [(r.attributes, r.reward) for r in scores if r.attributes is not None]
+        if "attributes" in info.outputs and parts:
+            names = info.names_of(len(parts[0][0]))
+            self.components.note(info.name, now, names, [row for row, _ in parts], [reward for _, reward in parts])
         self.rewards.note(info.name, now, rewards, lengths)
         self.rewards.served(info.name, now, reply.weights_version)
         if self._loop is not None and self.rewards.num_pending > _AT_ONCE and not self._is_folding:
@@ -119,15 +121,9 @@ class PageRecorder:
                 self.extremes[info.name] = ExtremeSamples(_MOST_BYTES // len(self.names))
             self.extremes[info.name].note(now, request, reply, info, all_lengths)
 
-    def _note_components(self, info: ModelInfo, now: float, scores: list[Score]) -> None:
-        rows = [(r.attributes, r.reward) for r in scores if r.attributes is not None]
-        if rows:
-            names = info.names_of(len(rows[0][0]))
-            self.components.note(info.name, now, names, [row for row, _ in rows], [reward for _, reward in rows])
-
     def samples(self) -> list[traffic.Sample]:
         """Reads the page's metrics from the registry; on any thread."""
-        return list(self._metrics.sample(*traffic.METRICS, *judge_calls.METRICS))
+        return list(self._metrics.sample(*traffic.METRICS))
 
     def refresh(self, samples: list[traffic.Sample]) -> None:
         """Adds a reading if the last one is old enough, and folds noted rewards."""

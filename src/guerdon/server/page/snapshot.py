@@ -14,12 +14,13 @@ from guerdon.kinds import all_kinds
 from guerdon.server.catalog import Catalog
 from guerdon.server.critic.controller import Critic
 from guerdon.server.metrics import UNKNOWN
-from guerdon.server.page import drift, judge_calls, traffic
+from guerdon.server.page import drift, traffic
 from guerdon.server.page.component_history import TakenComponents
 from guerdon.server.page.query import PageQuery
 from guerdon.server.page.recent_errors import TakenErrors
 from guerdon.server.page.recorder import PageRecorder
-from guerdon.server.page.reward_history import COARSE_S, FINE_S, FINE_WINDOW_S, BucketsCopy, PooledRewards
+from guerdon.server.page.reward_history import Bucket, PooledRewards
+from guerdon.server.page.timed_buckets import COARSE_S, FINE_S, FINE_WINDOW_S, TakenBuckets
 from guerdon.server.page.traffic import Window
 from guerdon.wire.forms.page_bodies import Snapshot
 
@@ -48,7 +49,7 @@ class Gathered:
     windows: dict[str, Window]
     steps: Window
     whole: Window
-    rewards: dict[str, tuple[BucketsCopy, BucketsCopy]]
+    rewards: dict[str, tuple[TakenBuckets[Bucket], TakenBuckets[Bucket]]]
     components: dict[str, TakenComponents]
     entropies: dict[str, TakenComponents]
     errors: dict[str, list[TakenErrors]]
@@ -136,7 +137,7 @@ def make(g: Gathered) -> Snapshot:
         "rewards": {name: _rewards(g, name) for name in g.rewards},
         "components": {name: taken.tell(g.start, g.step_s, g.num_columns) for name, taken in g.components.items()},
         "entropies": {name: taken.tell(g.start, g.step_s, g.num_columns) for name, taken in g.entropies.items()},
-        "calls": judge_calls.calls(g.samples, g.remote),
+        "calls": traffic.judge_calls(g.samples, g.remote),
         "errors": {
             name: [one for taken in parts for one in taken.tell(g.start, g.step_s, g.num_columns)]
             for name, parts in g.errors.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,21 +139,6 @@ class CounterHistory:
 Sample = tuple[str, Mapping[str, str], float]
 """Name, labels and value of a Prometheus sample."""
 
-METRICS = (
-    "guerdon_requests",
-    "guerdon_sequences",
-    "guerdon_received_tokens",
-    "guerdon_computed_tokens",
-    "guerdon_batch_sequences",
-    "guerdon_batch_budget_tokens",
-    "guerdon_e2e_request_latency_seconds",
-    "guerdon_request_queue_time_seconds",
-    "guerdon_request_inference_time_seconds",
-    "guerdon_out_of_memory",
-    "guerdon_recheck_sequences",
-)
-"""The metrics that the page reads."""
-
 _FAILINGS = ("failed_sequences", "out_of_memory", "rechecked_differs")
 _COUNTERS = (
     *("requests", "errors", "sequences", "received_tokens", "computed_tokens", "batches", "batch_sequences"),
@@ -179,6 +165,27 @@ _OF_SAMPLES = {
     "guerdon_request_queue_time_seconds_sum": "waited_s",
     "guerdon_request_inference_time_seconds_sum": "computed_s",
 }
+_OF_JUDGES = {
+    "guerdon_judge_calls_in_progress": "in_progress",
+    "guerdon_judge_kept_answers_total": "kept_answers",
+    "guerdon_judge_parse_failures_total": "unreadable_answers",
+    "guerdon_judge_prompt_tokens_total": "prompt_tokens",
+    "guerdon_judge_completion_tokens_total": "completion_tokens",
+    "guerdon_judge_cost_total": "cost",
+    "guerdon_judge_budget_used": "budget_used",
+    "guerdon_judge_call_seconds_sum": "seconds",
+    "guerdon_judge_call_seconds_count": "timed",
+}
+_UNKNOWN = ("cost", "budget_used")
+"""Without prices there is no cost, and without a budget no share of it."""
+
+METRICS = (
+    *dict.fromkeys(re.sub("_(total|sum|count)$", "", sample) for sample in (*_OF_SAMPLES, *_OF_JUDGES)),
+    *("guerdon_requests", "guerdon_batch_budget_tokens", "guerdon_e2e_request_latency_seconds"),
+    *("guerdon_recheck_sequences", "guerdon_judge_calls"),
+)
+"""The metrics that the page reads."""
+
 FINE = ("ok", "Cancelled")
 """Outcomes that do not count as errors, such as a disconnect."""
 
@@ -245,7 +252,8 @@ def series(window: Window, row: int, is_computed: bool) -> dict[str, np.ndarray]
     told = {name: of(column) / seconds[:, 0] for name, column in rates.items()}
     told |= {name: percentile(grown[:, _LATENCY:], share) for name, share in _QUANTILES.items()}
     told["batch_sequences"] = _ratio(of("batch_sequences"), of("batches"))
-    told["batch_fill"] = _fill(of("computed_tokens"), of("batches"), of("budget_tokens") / seconds[:, 0])
+    tokens = _ratio(of("computed_tokens"), of("batches"))
+    told["batch_fill"] = _ratio(tokens, of("budget_tokens") / seconds[:, 0])
     return told
 
 
@@ -287,6 +295,24 @@ def totals(samples: Iterable[Sample]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def judge_calls(samples: Iterable[Sample], names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Returns the calls of these judges in words by outcome since the start, with their time, cost and answers."""
+    nothing = dict.fromkeys(_OF_JUDGES.values(), 0.0) | dict.fromkeys(_UNKNOWN, np.nan)
+    found: dict[str, dict[str, Any]] = {name: {"outcomes": {}} | nothing for name in names}
+    for metric, labels, value in samples:
+        told = found.get(labels.get("model", ""))
+        if told is None:
+            continue
+        if metric == "guerdon_judge_calls_total":
+            told["outcomes"][labels["outcome"]] = int(value)
+        elif metric in _OF_JUDGES:
+            told[_OF_JUDGES[metric]] = value
+    for told in found.values():
+        seconds, timed = told.pop("seconds"), told.pop("timed")
+        told["mean_s"] = seconds / timed if timed else np.nan
+    return found
+
+
 def percentile(counts: np.ndarray, share: float) -> np.ndarray:
     """Returns a percentile of latencies from bucket counts, float64 `[N]`; NaN without requests.
 
@@ -302,10 +328,6 @@ def percentile(counts: np.ndarray, share: float) -> np.ndarray:
     with np.errstate(invalid="ignore", divide="ignore"):
         found = low + (high - low) * np.where(inside > 0, (rank - below) / inside, 1.0)
     return np.where(counts[:, -1] > 1e-9, found, np.nan)
-
-
-def _fill(tokens: np.ndarray, batches: np.ndarray, budget: np.ndarray) -> np.ndarray:
-    return _ratio(_ratio(tokens, batches), budget)
 
 
 def _ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:

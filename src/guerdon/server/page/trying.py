@@ -17,7 +17,7 @@ from guerdon.teacher_core import TokenLogprobs
 from guerdon.wire import bodies
 from guerdon.wire.forms.form import check_conversation, of_conversation, pair_samples, to_texts
 from guerdon.wire.forms.labels import attributes_of, number
-from guerdon.wire.forms.page_bodies import TrialBody, TrialReply, TrialResult, TrialStep, TrialToken
+from guerdon.wire.forms.page_bodies import TrialBody, TrialReply, TrialResult, TrialToken
 
 MOST_TOKENS = 32_768
 """Limit of all samples together for values per token."""
@@ -179,9 +179,14 @@ def _result(
         return told
     told["tokens"] = _tokens(ids, score, tokenizer)
     if score is not None and score.answer is not None:
-        told["attributes"] = _sums(ids, score.answer)
+        assert score.answer.logprobs is not None
+        own = score.answer.logprobs[max(0, common_prefix(*ids) - 1) :]
+        told["attributes"] = {"log-prob of the response": own.sum(), "per token": own.mean()} if len(own) else {}
     if score is not None and score.steps is not None:
-        told["steps"] = _steps(ids[0], score.steps, info)
+        ends = Sequence(ids[0]).step_ends(info.step_separator_ids)
+        if len(ends) == len(score.steps):  # else the rule does not define steps' ends
+            steps = zip(ends, score.steps, strict=True)
+            told["steps"] = [{"index": int(end), "reward": float(reward)} for end, reward in steps]
     return told
 
 
@@ -210,18 +215,3 @@ def _add_logprobs(tokens: list[TrialToken], said: TokenLogprobs, tokenizer: Toke
     for token, ids, values in zip(tokens, said.top_ids, said.top_logprobs.tolist(), strict=True):
         texts = [str(i) for i in ids.tolist()] if tokenizer is None else tokenizer.texts_of(ids)
         token["likeliest"] = list(zip(texts, values, strict=True))
-
-
-def _sums(ids: tuple[np.ndarray, np.ndarray], said: TokenLogprobs) -> dict[str, np.float32]:
-    """Returns the log-prob of the response, and that of one of its tokens in the mean."""
-    assert said.logprobs is not None
-    own = said.logprobs[max(0, common_prefix(*ids) - 1) :]
-    return {"log-prob of the response": own.sum(), "per token": own.mean()} if len(own) else {}
-
-
-def _steps(tokens: np.ndarray, steps: np.ndarray, info: ModelInfo) -> list[TrialStep] | None:
-    """Each step's last token and reward; None if the rule does not define steps' ends."""
-    ends = Sequence(tokens).step_ends(info.step_separator_ids)
-    if len(ends) != len(steps):
-        return None
-    return [{"index": int(end), "reward": float(step)} for end, step in zip(ends, steps, strict=True)]
