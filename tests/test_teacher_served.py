@@ -22,7 +22,6 @@ from guerdon.assembly import build_service
 from guerdon.core import Score, ScoreRequest, Sequence
 from guerdon.engine.heads import rebuild
 from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
-from guerdon.kinds.kind import GivesHead
 from guerdon.server import reading
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
@@ -377,8 +376,7 @@ async def test_another_checkpoint_takes_its_place_with_a_head_of_its_own(tmp_pat
             for result, logits, row in zip(reply.results, plain(tmp_path / name, ROWS), ROWS, strict=True):
                 assert isinstance(result, Score) and result.answer is not None
                 check(result.answer, logits, Sequence(row))
-            served_now = service.catalog.entry("teacher").loaded()
-            assert isinstance(served_now, GivesHead)
+            served_now: Any = service.catalog.entry("teacher").loaded()
             file = served_now.head_file()
             versions.append(reply.weights_version)
             digests.append(file.digest)

@@ -97,11 +97,11 @@ def test_criteria_and_responses_cost_what_they_do_not_share(model: Path) -> None
     prompt = common_prefix(rows[0], rows[num_criteria])
     each = [common_prefix(rows[i], rows[i + 1]) - prompt for i in range(0, len(rows), num_criteria)]
     ends = [len(row) - prompt - each[i // num_criteria] for i, row in enumerate(rows)]
-    batches = [*judge._teacher.plan(rows)]
+    batches = [*judge.plan(rows)]
     computed = sum(batch.packed.num_tokens for batch in batches if batch.packed is not None)
     assert len(batches) == 1 and computed == prompt + sum(each) + sum(ends)
     assert computed < 0.4 * sum(map(len, rows))
-    assert each == [len(ids) for ids in judge._text.encode([text + "\n" for text in responses])]  # type: ignore[arg-type]
+    assert each == [len(ids) for ids in judge.text.encode([text + "\n" for text in responses])]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -120,11 +120,11 @@ def test_comparisons_cost_what_they_do_not_share(schedule: str, num_firsts: int,
     texts = [prompt + text for text in responses]
     request = ScoreRequest(texts=texts, prompts=[prompt] * 4, references=[reference] * 4)
     rows = [row[:-1] for row in rows_of(judge, request)]  # the label behind a question is not computed
-    batches = [*judge._teacher.plan(rows)]
+    batches = [*judge.plan(rows)]
     computed = sum(batch.packed.num_tokens for batch in batches if batch.packed is not None)
 
     def count(text: str) -> int:
-        (ids,) = judge._text.encode([text])
+        (ids,) = judge.text.encode([text])
         return len(ids)
 
     first = min(common_prefix(rows[0], row) for row in rows)

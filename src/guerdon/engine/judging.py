@@ -9,18 +9,16 @@ import dataclasses
 import hashlib
 import logging
 import re
-from collections.abc import Callable
 
 import numpy as np
 
-from guerdon.core import Score, Sequence
+from guerdon.core import Message, Sequence
 from guerdon.distributed.ranks import Ranks
-from guerdon.engine.checkpoint.language_models import load_policy
+from guerdon.engine.checkpoint.language_models import LoadedPolicy, load_policy
 from guerdon.engine.checkpoint.text import Steps, TextEncoder
-from guerdon.engine.rubric_labels import check_variables, find_label_tokens, plain_spelling, render, try_subjects
 from guerdon.engine.teacher import TeacherEngine
 from guerdon.errors import CheckpointError, ConfigError, InvalidRequest, SampleFailed
-from guerdon.judge_core import Pair, Rubric, Sample
+from guerdon.judge_core import LabelTokens, Pair, Rubric, Sample
 from guerdon.settings.config import JudgeConfig, TeacherConfig
 from guerdon.settings.rubrics import read_rubric
 from guerdon.teacher_core import TokenLogprobs
@@ -36,49 +34,52 @@ _SWITCHES = ("enable_thinking", "thinking")
 _CHANNEL = "<|channel|>"
 """The token with which gpt-oss begins to think."""
 
+_RESPONSES = ("The capital of France is Paris.", "I think that it is Lyon.")
+_SAMPLES = [Sample(text, "What is the capital of France?", "Paris") for text in _RESPONSES]
+"""What a rubric is tried on at the start."""
+
 
 def build_judge(config: JudgeConfig, ranks: Ranks) -> JudgeEngine:
     """Loads the model and the rubric; raises ConfigError if that does not suit the tokenizer, CheckpointError."""
     rubric = read_rubric(config.rubric)  # before the weights, which may take minutes
     shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(TeacherConfig) if hasattr(config, f.name)}
     teacher = TeacherConfig(**{**shared, "kind": "teacher"})
-    return JudgeEngine(TeacherEngine(load_policy(teacher, ranks=ranks), reads_last=True), config, rubric)
+    return JudgeEngine(load_policy(teacher, ranks=ranks), config, rubric)
 
 
-class JudgeEngine:
-    """Renders and tokenises questions, and scores their labels as a teacher does.
+class JudgeEngine(TeacherEngine):
+    """A teacher that renders and tokenises a rubric's questions, and is asked about their labels.
 
     A question is the rendered template followed by the first label, so that every sample shows whether the label is a
     separate token there; log-probs are requested for `labels` in that label's place.
     """
 
-    takes_all = False
-    encoder = None  # to a client it reads texts, as a function does
-
-    def __init__(self, teacher: TeacherEngine, config: JudgeConfig, rubric: Rubric) -> None:
+    def __init__(self, loaded: LoadedPolicy, config: JudgeConfig, rubric: Rubric) -> None:
         """Collective; tries the rubric, and warns if labels have little of the probability.
 
         Raises CheckpointError if there is no tokenizer, ConfigError if the rubric does not suit it.
         """
-        if teacher.encoder is None:
+        super().__init__(loaded, reads_last=True)
+        if self.encoder is None:
             raise CheckpointError(
                 f"{config.model} has no tokenizer, and a judge reads text",
                 "put the tokenizer's files (tokenizer.json, tokenizer_config.json) beside its config.json",
             )
-        self._teacher, self._text = teacher, teacher.encoder
+        self.text = self.encoder
+        """The tokenizer, for requests that bypass the rubric."""
+        self.encoder = None  # to a client it reads texts, as a function does
         self.config, self.rubric = config, rubric
-        check_variables(self._text, rubric)
-        self.labels = find_label_tokens(self._text, rubric, teacher.info.vocab_size or 0)
-        self._adviser = Adviser(self._text, rubric)
+        check_variables(self.text, rubric)
+        self.labels = find_label_tokens(self.text, rubric, self.info.vocab_size or 0)
+        self._adviser = Adviser(self.text, rubric)
         found, is_poor = self._try_rubric()
-        if is_poor and teacher.ranks.is_leader:
+        if is_poor and self.ranks.is_leader:
             log.warning("%s with %s: %s", config.name, rubric.path, found)
-        self.max_batch_tokens = teacher.max_batch_tokens
         # Changes with all that the scores are made of.
         about = {name: value for name, value in dataclasses.asdict(rubric).items() if name != "path"}
-        made_of = repr((teacher.info.weights_version, about, config.verdict, config.max_other_mass))
+        made_of = repr((self.info.weights_version, about, config.verdict, config.max_other_mass))
         self.info = dataclasses.replace(
-            teacher.info,
+            self.info,
             kind="judge",
             has_components=True,
             weights_version=hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest(),
@@ -89,8 +90,8 @@ class JudgeEngine:
             takes_tokens=False,
             takes_prompts=True,
             takes_labels=rubric.needs_reference,
-            max_top_k=max(len(self.labels.ids), teacher.info.max_top_k),
-            proofs=(*teacher.info.proofs, f"rubric: {found}"),
+            max_top_k=max(len(self.labels.ids), self.info.max_top_k),
+            proofs=(*self.info.proofs, f"rubric: {found}"),
             hidden_size=0,
             vocabulary="",
             tokenizer="",
@@ -101,7 +102,7 @@ class JudgeEngine:
 
         Raises ConfigError if not even that fits into the model's longest sequence.
         """
-        text, rubric, labels, max_length = self._text, self.rubric, self.labels, self._teacher.info.max_length
+        text, rubric, labels, max_length = self.text, self.rubric, self.labels, self.info.max_length
         questions = [str(one) for subject in try_subjects(rubric) for one in self.render(subject)]
         rows = [np.asarray(row) for row in text.encode(questions, not text.takes_messages)]
         longest = max(map(len, rows))
@@ -129,39 +130,9 @@ class JudgeEngine:
         criterion = rubric.names[worst % len(rubric.criteria)]
         return f"{found}; for {criterion} {self.explain(answers[worst])}", True
 
-    @property
-    def text(self) -> TextEncoder:
-        """The tokenizer, for requests that bypass the rubric."""
-        return self._text
-
-    def watch(self, tick: Callable[..., None]) -> bool:
-        """Calls `tick` whenever a layer has run."""
-        return self._teacher.watch(tick)
-
-    def check_scores(self) -> None:
-        """Collective; raises CheckpointError unless every probe has finite log-probs."""
-        self._teacher.check_scores()
-
-    def score(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-        """Returns what the sequences' queries ask, in order; equal tokens are computed once."""
-        return self._teacher.score(sequences)
-
-    def score_plainly(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
-        """Scores as transformers runs the model, one sequence at a time: the reference for every path."""
-        return self._teacher.score_plainly(sequences)
-
-    def leave_path(self, why: str) -> None:
-        """Makes every later forward the plain one, as `Forward.leave_path`."""
-        self._teacher.leave_path(why)
-        self.info = dataclasses.replace(self.info, path=self._teacher.info.path, why=self._teacher.info.why)
-
-    def discard(self) -> None:
-        """Frees the weights; nothing can be computed any more."""
-        self._teacher.discard()
-
     def render(self, subject: Sample | Pair) -> list[str | InvalidRequest]:
         """Returns the question of each criterion, with the first label after it."""
-        return render(self._text, self.rubric, subject, self.rubric.labels[0])
+        return render(self.text, self.rubric, subject, self.rubric.labels[0])
 
     def explain(self, said: TokenLogprobs) -> str:
         """Returns the likeliest tokens of an answer to a question, and what to do if they are no labels."""
@@ -169,7 +140,7 @@ class JudgeEngine:
 
     def encode_in_steps(self, texts: list[str]) -> Steps:
         """Returns each text's token ids, as `TextEncoder.encode_in_steps`."""
-        return self._text.encode_in_steps(texts, not self._text.takes_messages, None, self.info.max_length)
+        return self.text.encode_in_steps(texts, not self.text.takes_messages, None, self.info.max_length)
 
 
 class Adviser:
@@ -209,3 +180,98 @@ class Adviser:
         if not first.strip():
             return "the model begins with a blank: without a chat template, end the template with it"
         return "let the template ask for a label alone, choose labels that the model says, or take a larger model"
+
+
+# ------------------------------------------------------------------------------------ questions and labels as tokens
+
+
+def try_subjects(rubric: Rubric) -> list[Sample | Pair]:
+    """Returns what the rubric is tried on at the start; two responses in both orders if it compares."""
+    return [_SAMPLES[0]] if rubric.compare is None else [Pair(*_SAMPLES), Pair(*_SAMPLES[::-1])]
+
+
+def render(text: TextEncoder, rubric: Rubric, subject: Sample | Pair, label: str = "") -> list[str | InvalidRequest]:
+    """Returns the question of each criterion, by the chat template if there is one, with a label after it."""
+    questions = rubric.render(subject)
+    if not text.takes_messages:
+        before = f"{rubric.system}\n\n" if rubric.system else ""
+        return [before + question + label for question in questions]
+    system: list[Message] = [{"role": "system", "content": rubric.system}] if rubric.system else []
+    conversations = [[*system, {"role": "user", "content": question}] for question in questions]
+    rendered = text.render_prompts(conversations, rubric.chat_template_kwargs)
+    return [one + label if isinstance(one, str) else one for one in rendered]
+
+
+def check_variables(text: TextEncoder, rubric: Rubric) -> None:
+    """Raises ConfigError if the chat template does not have a variable of the rubric."""
+    for name in rubric.chat_template_kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", text.chat_template):
+            what = f"the chat template has no {name}" if text.takes_messages else "the checkpoint has no chat template"
+            raise ConfigError(
+                f"{rubric.path}: chat_template_kwargs has {name}, and {what}", "leave it out, or correct its name"
+            )
+
+
+def find_label_tokens(text: TextEncoder, rubric: Rubric, vocab_size: int) -> LabelTokens:
+    """Returns the tokens of the labels, below `vocab_size`.
+
+    Raises ConfigError unless each label is one separate token after every criterion, and changes no token before it.
+    """
+    ids = _find_ids(text, rubric)
+    if rubric.spellings == "exact":
+        return LabelTokens(ids, np.arange(len(ids)))
+    plain = [plain_spelling(label) for label in rubric.labels]
+    if twice := next((label for label, one in zip(rubric.labels, plain, strict=True) if plain.count(one) > 1), None):
+        raise ConfigError(
+            f"{rubric.path}: the label {twice!r} and another differ only in case or blanks, and spellings is any",
+            "leave one of them out, or set `spellings: exact`",
+        )
+    spelled: dict[str, list[int]] = {one: [int(i)] for one, i in zip(plain, ids, strict=True)}
+    for i, token in enumerate(text.all_texts()[:vocab_size]):
+        if (found := spelled.get(plain_spelling(token))) is not None and i not in ids:
+            found.append(i)
+    lengths = [len(found) for found in spelled.values()]
+    return LabelTokens(np.concatenate([*spelled.values()]), np.cumsum([0, *lengths[:-1]]))
+
+
+def plain_spelling(text: str) -> str:
+    """Returns the text without case, and without the blanks and line breaks around it."""
+    return text.strip(" \t\r\n▁").casefold()
+
+
+def _find_ids(text: TextEncoder, rubric: Rubric) -> np.ndarray:
+    """Returns the token of each label as it is written, int64 `[L]`."""
+
+    def encode(label: str) -> list[np.ndarray]:
+        made = []
+        for row in render(text, rubric, try_subjects(rubric)[0], label):
+            ids = row if isinstance(row, InvalidRequest) else text.encode([row], not text.takes_messages)[0]
+            if isinstance(ids, InvalidRequest):
+                raise ConfigError(f"{rubric.path}: the tokenizer refuses the template: {ids}", "correct it, or system")
+            made.append(ids)
+        return made
+
+    alone = encode("")
+    found: dict[str, int] = {}
+    for label in rubric.labels:
+        for name, before, row in zip(rubric.names, alone, encode(label), strict=True):
+            added = row[len(before) :]
+            if len(added) != 1 or not np.array_equal(row[:-1], before):
+                what = f"{len(added)} tokens" if np.array_equal(row[: len(before)], before) else "no token of its own"
+                raise ConfigError(
+                    f"{rubric.path}: after the criterion {name} the label {label!r} is {what}, and must be one",
+                    "choose a label that is one token, with a leading space if the template ends with a word, or "
+                    "another end of the template",
+                )
+            if found.setdefault(label, int(added[0])) != added[0]:
+                raise ConfigError(
+                    f"{rubric.path}: the label {label!r} is another token after the criterion {name}",
+                    "end the template with words of its own",
+                )
+    ids = [*found.values()]
+    same = next((label for label, i in found.items() if ids.count(i) > 1), None)
+    if same is not None:
+        raise ConfigError(
+            f"{rubric.path}: the label {same!r} and another are the same token ({found[same]})", "choose others"
+        )
+    return np.array(ids, np.int64)

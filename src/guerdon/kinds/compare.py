@@ -122,13 +122,24 @@ class PlanOfPairs:
         assert rubric.compare is not None
         self._rubric, self._compare, self._name = rubric, rubric.compare, name
         self._samples = samples
+        self._read = {i: sample for i, sample in enumerate(samples) if isinstance(sample, Sample)}
         self._groups: list[_Group] = []
         self._pairs: list[tuple[int, int]] = []
         groups_of = self._make_groups(groups)
-        self._check_questions(sum(count_pairs(self._compare.schedule, len(members)) for members in groups_of))
+        num_pairs = sum(count_pairs(self._compare.schedule, len(members)) for members in groups_of)
+        if (num_questions := 2 * num_pairs * len(rubric.criteria)) > MAX_QUESTIONS:
+            raise InvalidRequest(
+                f"the comparisons of this request are {num_questions:,} questions to {name}, and at most "
+                f"{MAX_QUESTIONS:,} may be; send fewer groups in a request, or smaller ones, or set `schedule: "
+                "circular` in the rubric"
+            )
         for members in groups_of:
             begin = len(self._pairs)
-            self._pairs += self._pairs_of(members)
+            if self._compare.schedule == "reference":
+                self._pairs += [(i, i) for i in members]
+            else:
+                pairs = make_pairs(self._compare.schedule, [self._read[i].response for i in members])
+                self._pairs += [(members[i], members[j]) for i, j in pairs]
             self._groups.append(_Group(members, range(begin, len(self._pairs))))
         self._asked: list[tuple[int, int]] = []
         """Each subject's comparison and order."""
@@ -137,7 +148,14 @@ class PlanOfPairs:
             self._asked += sorted(places, key=lambda place: self._pairs[place[0]][place[1]])
         self.owners = [self._pairs[c][order] for c, order in self._asked]
         asked = [self._subject(c, order) for c, order in self._asked]
-        self._check_characters(asked)
+        num_characters = len(rubric.criteria) * sum(
+            len(pair.a.response) + len(pair.b.response) + len(pair.a.prompt) + len(pair.a.reference) for pair in asked
+        )
+        if num_characters > MAX_CHARACTERS:
+            raise InvalidRequest(
+                f"the comparisons of this request make {num_characters:,} characters for {name} to read, and at "
+                f"most {MAX_CHARACTERS:,} may be; send fewer groups in a request, or smaller ones"
+            )
         self.subjects: list[Sample | Pair] = [*asked]
 
     def judge(
@@ -173,48 +191,17 @@ class PlanOfPairs:
     def _make_groups(self, ids: np.ndarray | None) -> list[list[int]]:
         """Returns the samples that can be read, by group, each in ascending order."""
         groups: dict[tuple[object, ...], list[int]] = {}
-        for i, sample in enumerate(self._samples):
-            if isinstance(sample, Sample):
-                is_alone = self._compare.schedule == "reference"
-                key = (i,) if is_alone else (sample.prompt, sample.reference, None if ids is None else int(ids[i]))
-                groups.setdefault(key, []).append(i)
+        for i, sample in self._read.items():
+            is_alone = self._compare.schedule == "reference"
+            key = (i,) if is_alone else (sample.prompt, sample.reference, None if ids is None else int(ids[i]))
+            groups.setdefault(key, []).append(i)
         return [*groups.values()]
 
-    def _pairs_of(self, members: list[int]) -> list[tuple[int, int]]:
-        if self._compare.schedule == "reference":
-            return [(i, i) for i in members]
-        pairs = make_pairs(self._compare.schedule, [self._sample(i).response for i in members])
-        return [(members[i], members[j]) for i, j in pairs]
-
-    def _sample(self, i: int) -> Sample:
-        sample = self._samples[i]
-        assert isinstance(sample, Sample)
-        return sample
-
     def _subject(self, c: int, order: int) -> Pair:
-        first, second = map(self._sample, self._pairs[c])
+        first, second = map(self._read.__getitem__, self._pairs[c])
         if self._compare.schedule == "reference":
             second = Sample(first.reference, first.prompt)
         return Pair(first, second) if order == 0 else Pair(second, first)
-
-    def _check_questions(self, num_pairs: int) -> None:
-        num_questions = 2 * num_pairs * len(self._rubric.criteria)
-        if num_questions > MAX_QUESTIONS:
-            raise InvalidRequest(
-                f"the comparisons of this request are {num_questions:,} questions to {self._name}, and at most "
-                f"{MAX_QUESTIONS:,} may be; send fewer groups in a request, or smaller ones, or set `schedule: "
-                "circular` in the rubric"
-            )
-
-    def _check_characters(self, asked: list[Pair]) -> None:
-        num_characters = len(self._rubric.criteria) * sum(
-            len(pair.a.response) + len(pair.b.response) + len(pair.a.prompt) + len(pair.a.reference) for pair in asked
-        )
-        if num_characters > MAX_CHARACTERS:
-            raise InvalidRequest(
-                f"the comparisons of this request make {num_characters:,} characters for {self._name} to read, and at "
-                f"most {MAX_CHARACTERS:,} may be; send fewer groups in a request, or smaller ones"
-            )
 
     def _by_order(self, answered: list[tuple[int, int]], values: np.ndarray) -> np.ndarray:
         """Returns the answers' values `[M,K]` by comparison and order, `[C,2,K]`; NaN if there is no answer."""
@@ -240,17 +227,14 @@ class PlanOfPairs:
                         errors.setdefault(i, named(f"compared with {whom}", failed[c]))
         kept = {*group.members} - errors.keys()
         if kept and not _connects([self._pairs[c] for c in left], kept):
-            errors |= dict.fromkeys(kept, self._alone(group, failed))
+            alone: GuerdonError = InvalidRequest(
+                f"{self._name} compares the responses of a group, and this sample is alone: no other that can be read "
+                "has its prompt and group id; send all responses to a prompt in one request"
+            )
+            if (first := next((failed[c] for c in group.own if c in failed), None)) is not None:
+                alone = named("too many comparisons in its group failed, the first of them so", first)
+            errors |= dict.fromkeys(kept, alone)
         return errors
-
-    def _alone(self, group: _Group, failed: dict[int, GuerdonError]) -> GuerdonError:
-        for c in group.own:
-            if c in failed:
-                return named("too many comparisons in its group failed, the first of them so", failed[c])
-        return InvalidRequest(
-            f"{self._name} compares the responses of a group, and this sample is alone: no other that can be read has "
-            "its prompt and group id; send all responses to a prompt in one request"
-        )
 
     def _score(
         self, pairs: np.ndarray, verdicts: np.ndarray, disagreed: np.ndarray, other: np.ndarray, num_members: int

@@ -16,7 +16,6 @@ import numpy as np
 from guerdon.core import Score, ScoreReply, ScoreRequest, Sequence, Truncation
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.judge_core import (
-    Comparisons,
     GroupRequest,
     JudgedReply,
     LabelTokens,
@@ -54,9 +53,7 @@ class Judging(Served, Protocol):
     rubric: Rubric
     config: JudgeConfig
     labels: LabelTokens
-
-    @property
-    def text(self) -> Any: ...
+    text: Any
 
     def render(self, subject: Sample | Pair) -> list[str | InvalidRequest]: ...
 
@@ -224,15 +221,11 @@ def _reduce(served: Judging, plan: Plan, reply: ScoreReply, metrics: Numbers) ->
         for criterion, mass in zip(criteria, masses, strict=True):
             metrics.observe("guerdon_judge_other_mass", mass, name, criterion)
     if made.comparisons is not None:
-        _count(made.comparisons, name, criteria, metrics)
+        for criterion, disagreed in zip(criteria, made.comparisons.disagreed.T, strict=True):
+            metrics.add("guerdon_judge_comparisons", len(disagreed), name, criterion)
+            metrics.add("guerdon_judge_disagreements", int(disagreed.sum()), name, criterion)
     facts = (lengths, reply.weights_version, reply.queue_s, reply.compute_s)
     return JudgedReply(made.results, *facts, comparisons=made.comparisons)
-
-
-def _count(comparisons: Comparisons, name: str, criteria: tuple[str, ...], metrics: Numbers) -> None:
-    for criterion, disagreed in zip(criteria, comparisons.disagreed.T, strict=True):
-        metrics.add("guerdon_judge_comparisons", len(disagreed), name, criterion)
-        metrics.add("guerdon_judge_disagreements", int(disagreed.sum()), name, criterion)
 
 
 def _answer(results: list[Score | GuerdonError], labels: LabelTokens) -> np.ndarray | GuerdonError:

@@ -13,7 +13,6 @@ import numpy as np
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, Truncation
 from guerdon.errors import InvalidRequest
 from guerdon.settings.config import ServerConfig
-from guerdon.teacher_core import HeadFile
 
 T = TypeVar("T")
 
@@ -96,13 +95,6 @@ class Served(Protocol):
     encoder: Encoder | None
     max_batch_tokens: int
     takes_all: bool
-
-
-@runtime_checkable
-class GivesHead(Served, Protocol):
-    """A model whose output head clients may fetch."""
-
-    def head_file(self) -> HeadFile: ...
 
 
 class Numbers(Protocol):

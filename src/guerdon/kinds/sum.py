@@ -160,12 +160,18 @@ class Sum:
         own = [seen.get(reply.weights_version, Running()) for seen, reply in zip(self._seen, replies, strict=True)]
         for running, row in zip(own, rewards, strict=True):
             running.add(row[fine])
-        totals = self._totals(rewards, own)
+        totals = np.zeros(rewards.shape[1])
+        with np.errstate(over="ignore", invalid="ignore"):  # the sample fails instead
+            for part, row, seen in zip(self._config.components, rewards, own, strict=True):
+                totals += part.weight * _clipped(_normalised(row, part, seen), part.clip)
+            totals = _clipped(totals, self._config.clip).astype(np.float32)
         attributes = rewards.T.astype(np.float32)
         # No loop in Python over the rows: it would block the event loop.
         results: list[Score | GuerdonError] = list(map(Score, totals.tolist(), attributes))
         for i in np.flatnonzero(~(fine & np.isfinite(totals))):
-            results[i] = self._failure(replies, i) or SampleFailed(f"the weighted sum of its rewards is {totals[i]}")
+            own_results = zip(self.components, (reply.results[i] for reply in replies), strict=True)
+            failures = (named(name, result) for name, result in own_results if isinstance(result, GuerdonError))
+            results[i] = next(failures, SampleFailed(f"the weighted sum of its rewards is {totals[i]}"))
         return ScoreReply(
             results,
             np.max([reply.lengths for reply in replies], axis=0).tolist(),
@@ -179,21 +185,6 @@ class Sum:
         for info, seen in zip(self._infos, self._seen, strict=True):
             if (running := seen[info.weights_version]).count:
                 yield info.name, running.mean, running.std
-
-    def _totals(self, rewards: np.ndarray, own: ListLike[Running]) -> np.ndarray:
-        """Returns the summed rewards, float32 `[B]`, of the components' `[C, B]`."""
-        totals = np.zeros(rewards.shape[1])
-        with np.errstate(over="ignore", invalid="ignore"):  # the sample fails instead
-            for part, row, seen in zip(self._config.components, rewards, own, strict=True):
-                totals += part.weight * _clipped(_normalised(row, part, seen), part.clip)
-            return _clipped(totals, self._config.clip).astype(np.float32)
-
-    def _failure(self, replies: ListLike[ScoreReply], i: int) -> GuerdonError | None:
-        for name, reply in zip(self.components, replies, strict=True):
-            result = reply.results[i]
-            if isinstance(result, GuerdonError):
-                return named(name, result)
-        return None
 
 
 def _normalised(rewards: np.ndarray, config: ComponentConfig, seen: Running) -> np.ndarray:
@@ -219,12 +210,14 @@ def _info(config: RewardConfig, infos: ListLike[ModelInfo]) -> ModelInfo:
     has_one_vocabulary &= not any(difference(tokenizers[0], other) for other in tokenizers[1:])
     names = tuple(info.name for info in infos)
     endings = {info.ending for info in infos if info.ending}
+    # A reward is the components' own rewards times their weights.
+    is_linear = config.clip is None and all(p.clip is None and p.normalize == "none" for p in config.components)
     return ModelInfo(
         config.name,
         "sum",
         outputs=("rewards", "attributes"),
         attribute_names=names,
-        attribute_weights=tuple(part.weight for part in config.components) if _is_linear(config) else (),
+        attribute_weights=tuple(part.weight for part in config.components) if is_linear else (),
         vocab_size=next(iter(vocab_sizes), None) if has_one_vocabulary else None,
         max_length=min((info.max_length for info in infos if info.max_length is not None), default=None),
         eos_token_id=next(iter(eos_token_ids), None) if has_one_vocabulary else None,
@@ -241,11 +234,6 @@ def _info(config: RewardConfig, infos: ListLike[ModelInfo]) -> ModelInfo:
         ending=endings.pop() if len(endings) == 1 else "",
         why=" + ".join(f"{part.weight:g} {part.model}" for part in config.components),
     )
-
-
-def _is_linear(config: RewardConfig) -> bool:
-    """Whether a reward is the components' own rewards times their weights."""
-    return config.clip is None and all(part.clip is None and part.normalize == "none" for part in config.components)
 
 
 def _version(names: ListLike[str], versions: ListLike[str]) -> str:

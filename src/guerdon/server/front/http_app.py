@@ -29,7 +29,6 @@ from guerdon.errors import (
     Unavailable,
     Unsupported,
 )
-from guerdon.kinds.kind import GivesHead
 from guerdon.server import logs, status, tracing
 from guerdon.server.front.admission import Admission, Exchange, Place, Visit
 from guerdon.server.front.guard import Guard
@@ -315,8 +314,8 @@ class _Handlers:
         """Sends a teacher's output head; nothing if the client's copy is current."""
         info = self._model(request)
         entry = self._service.catalog.entries.get(info.name)  # sums and operations have none
-        served = None if entry is None else entry.loaded()
-        if not isinstance(served, GivesHead):
+        served: Any = None if entry is None else entry.loaded()
+        if served is None or not served.info.hidden_size:
             raise Unsupported(
                 f"{info.name} is no teacher, and has no output head; use a model of guerdon serve-teacher"
             )
