@@ -20,7 +20,7 @@ from guerdon.engine.native.library import find
 from guerdon.judge_core import PlanOfSingles, Sample
 from guerdon.kinds import judges as judgements
 from guerdon.kinds.compare import PlanOfPairs
-from guerdon.server.truncating import truncated
+from guerdon.server.reading import truncated
 from guerdon.settings.config import JudgeConfig, ModelConfig, TeacherConfig
 from guerdon.teacher_core import LogprobQuery
 from same_bits import assert_same_bits

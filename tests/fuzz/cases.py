@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2 as pb
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.critic_core import CheckpointInfo, Operation, OperationInfo, TrainReport, TrainRequest
 from guerdon.errors import GuerdonError, InvalidRequest
-from guerdon.server import reading, truncating
+from guerdon.server import reading
 from guerdon.wire import bodies, kserve, kserve_answers, kserve_grpc, tensors
 from guerdon.wire.forms import ALL_FORMS, FORMS, triton_repository
 from guerdon.wire.kserve import ServedReply, ServedRequest
@@ -121,7 +121,7 @@ def _answer(asked: ServedRequest) -> ServedReply:
         lengths.append(len(row))
         wrong = reading.find_fault(s, EVERYTHING)
         if asked.truncation is not None:
-            truncating.truncated(s, asked.truncation)
+            reading.truncated(s, asked.truncation)
         steps = np.zeros(0 if s.steps is None else len(s.steps), np.float32)
         score = Score(0.5, np.zeros(2, np.float32), np.zeros(len(row), np.float32), steps)
         results.append(wrong if isinstance(wrong, InvalidRequest) else score)

@@ -28,7 +28,7 @@ from guerdon.core import ModelInfo, ScoreRequest, Sequence, Truncation
 from guerdon.engine.checkpoint import cuts
 from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.errors import InvalidRequest, Overloaded
-from guerdon.server import reading, truncating
+from guerdon.server import reading
 from guerdon.server.runtime import RunningServer
 from guerdon.server.service import Service
 from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
@@ -214,7 +214,7 @@ def test_the_answer_is_found_in_every_familys_template(family: str, tmp_path: Pa
     for answer in ("yes", "a", " assistant ", "e"):
         request = ScoreRequest(messages=[conversation("Is it? " + answer, answer)])
         for side in ("right", "left"):
-            found = truncating.split_at_cut(encoder, request, 0, Truncation(5, side))
+            found = reading.split_at_cut(encoder, request, 0, Truncation(5, side))
             assert found is not None
             whole, part = found
             if side == "right":

@@ -19,10 +19,11 @@ from guerdon.errors import InvalidRequest
 from guerdon.kinds import all_kinds
 from guerdon.kinds.kind import Asks, Rows, Served, Tokenizer
 from guerdon.kinds.samples import find_fault, read_response, sequence
-from guerdon.messages import before_response
-from guerdon.server import tracing, truncating
+from guerdon.messages import before_response, plain
+from guerdon.server import tracing
 from guerdon.server.batching.sharing import FairTurns
 from guerdon.server.catalog import Entry
+from guerdon.settings.config import ServedModelConfig
 from guerdon.wire.signature import why_no_text
 
 T = TypeVar("T")
@@ -37,7 +38,6 @@ MANY_ROWS = 1024
 
 NUM_THREADS = 2
 _RENDERED_AT_ONCE = 64
-_SHOWN_IDS = 8
 _SHOWN = 60
 
 Parts = ListLike[str | InvalidRequest]
@@ -85,7 +85,7 @@ class Reader(Workers):
         """
         while True:
             served = entry.loaded()
-            cut = truncating.truncation(request, entry.config, served.info)
+            cut = truncation(request, entry.config, served.info)
             if not len(request):
                 raise InvalidRequest("the request has no samples; send at least one")
             if not request.is_checked:
@@ -176,7 +176,7 @@ class Reader(Workers):
         if most is None or not isinstance(encoder, Tokenizer) or (request.messages is None and request.prompts is None):
             return rows
         full = {i: len(row) for i, row in enumerate(rows) if isinstance(row, np.ndarray) and len(row) >= most}
-        split = functools.partial(truncating.split_at_cut, encoder, request, cut=cut)
+        split = functools.partial(split_at_cut, encoder, request, cut=cut)
         found = await self.run_in_parts(client, [*full], lambda some: [*map(split, some)])
         suspects = {i: texts for i, texts in zip(full, found, strict=True) if texts is not None}
         texts = [text for pair in suspects.values() for text in pair]
@@ -186,7 +186,7 @@ class Reader(Workers):
         made = [*rows]
         for i, whole, kept in zip(suspects, lengths, lengths, strict=True):
             if whole > most and kept >= full[i]:
-                made[i] = truncating.nothing_left(cut)
+                made[i] = nothing_left(cut)
         return made
 
     async def _ended(self, info: ModelInfo, request: ScoreRequest, client: str) -> ScoreRequest:
@@ -233,8 +233,8 @@ def _to_sequences(
     sequences = [sequence(row, request, i) for i, row in enumerate(rows)]
     errors = [row if isinstance(row, InvalidRequest) else None for row in rows]
     if cut is not None:
-        errors = [error or truncating.find_loss(s, cut) for error, s in zip(errors, sequences, strict=True)]
-        sequences = [truncating.truncated(s, cut) for s in sequences]
+        errors = [error or find_loss(s, cut) for error, s in zip(errors, sequences, strict=True)]
+        sequences = [truncated(s, cut) for s in sequences]
     errors = [error or find_fault(s, info) for error, s in zip(errors, sequences, strict=True)]
     return sequences, errors
 
@@ -249,7 +249,10 @@ def check(served: Served, request: ScoreRequest) -> None:
     if not info.takes_text:
         raise InvalidRequest(why_no_text(info))
     if request.messages is not None and not info.takes_messages:
-        raise InvalidRequest(f"{info.name} reads no messages{_why(info)}send sentences or tokens, formatted for it")
+        why = ": it has no chat template; "
+        if info.path == "function":  # not a RewardModelServer's infer_fn, which reads ids
+            why = ", but texts; name the function's first parameter `responses`, or "
+        raise InvalidRequest(f"{info.name} reads no messages{why}send sentences or tokens, formatted for it")
     if served.encoder is None and (request.add_special_tokens or request.truncation is not None):
         raise InvalidRequest(
             f"{info.name} reads texts, not tokens: it has no special tokens to add, and nothing to truncate; "
@@ -271,7 +274,12 @@ def find_splits(
     def split(text: str, prompt: str) -> int | InvalidRequest | None:
         if start and text.startswith(start):
             return None
-        return len(prompt) if text.startswith(prompt) else _other_prompt(info)
+        if text.startswith(prompt):
+            return len(prompt)
+        return InvalidRequest(
+            f"{info.name} reads a prompt and its response as a pair, and the text does not begin with its prompt; send "
+            "the prompt exactly as in the text, or no prompts"
+        )
 
     return [split(text, prompt) for text, prompt in zip(request.texts or (), request.prompts, strict=True)]
 
@@ -291,13 +299,6 @@ def _with_texts(request: ScoreRequest, start: str, made: ListLike[str | None]) -
         texts=[text if whole is None else whole for text, whole in zip(texts, made, strict=True)],
         prompts=prompts and [new + prompt for new, prompt in zip(starts, prompts, strict=True)],
         splits=splits and [at if whole is None else None for at, whole in zip(splits, made, strict=True)],
-    )
-
-
-def _other_prompt(info: ModelInfo) -> InvalidRequest:
-    return InvalidRequest(
-        f"{info.name} reads a prompt and its response as a pair, and the text does not begin with its prompt; send the "
-        "prompt exactly as in the text, or no prompts"
     )
 
 
@@ -328,7 +329,79 @@ def _begun(text: str, prompt: str) -> str | InvalidRequest:
     )
 
 
-def _why(info: ModelInfo) -> str:
-    if info.path == "function":  # not a RewardModelServer's infer_fn, which reads ids
-        return ", but texts; name the function's first parameter `responses`, or "
-    return ": it has no chat template; "
+# ------------------------------------------------------------------------- truncation, and the part that must remain
+
+
+def truncation(request: ScoreRequest, model: ServedModelConfig, info: ModelInfo) -> Truncation | None:
+    """Returns what to cut off of long samples: as the request says, else as the server's setting does.
+
+    The bound is the smaller of the request's and the model's. Raises InvalidRequest if positions would be lost.
+    """
+    asked = request.truncation
+    if asked is None:
+        return None if model.truncation == "error" else Truncation(info.max_length, model.truncation)
+    if info.is_by_token:
+        raise InvalidRequest(
+            f"{info.name} answers for single tokens: truncation would shift the positions that clients count; send "
+            "shorter samples"
+        )
+    bounds = [bound for bound in (asked.max_tokens, info.max_length) if bound is not None]
+    return Truncation(min(bounds, default=None), asked.side)
+
+
+def truncated(s: Sequence, cut: Truncation) -> Sequence:
+    """Returns the sequence without its surplus at that side."""
+    max_length = len(s.tokens) if cut.max_tokens is None else cut.max_tokens
+    surplus = len(s.tokens) - max_length
+    if surplus <= 0:
+        return s
+    first = surplus if cut.side == "left" else 0
+    prompt = None if s.prompt_length is None else min(max(0, s.prompt_length - first), max_length)
+    return dataclasses.replace(s, tokens=s.tokens[first : first + max_length], prompt_length=prompt, steps=None)
+
+
+def find_loss(s: Sequence, cut: Truncation) -> InvalidRequest | None:
+    """Returns an error if `truncated` would leave nothing of the response after a prompt of known length."""
+    if cut.max_tokens is None or s.prompt_length is None or cut.side == "left":
+        return None
+    has_response = len(s.tokens) > max(cut.max_tokens, s.prompt_length)
+    return nothing_left(cut) if has_response and s.prompt_length >= cut.max_tokens else None
+
+
+def nothing_left(cut: Truncation) -> InvalidRequest:
+    """Returns the error for a sample that truncation leaves without any of its response."""
+    other = "truncate at the left, or allow more tokens" if cut.side == "right" else "allow more tokens"
+    return InvalidRequest(
+        f"truncation to {cut.max_tokens} tokens at the {cut.side} leaves nothing of the response; {other}"
+    )
+
+
+def split_at_cut(encoder: Tokenizer, request: ScoreRequest, i: int, cut: Truncation) -> tuple[str, str] | None:
+    """Returns sample `i` as one text, and the part that truncation keeps before it keeps any of the response.
+
+    None if the response's place is unknown, or if it is empty. A conversation's response is its last message.
+    """
+    if request.messages is not None:
+        text = encoder.render(request.messages[i])
+        assert isinstance(text, str), "it has token ids"
+        start, end = _find_last_message(encoder, request, i, text)
+    else:
+        assert request.texts is not None
+        text, prompt = request.texts[i], "" if request.prompts is None else request.prompts[i]
+        start, end = (len(prompt) if text.startswith(prompt) else 0), len(text)
+    if start == end:
+        return None
+    return text, text[:start] if cut.side == "right" else text[end:]
+
+
+def _find_last_message(encoder: Tokenizer, request: ScoreRequest, i: int, text: str) -> tuple[int, int]:
+    """Returns the characters between which the content of a rendered conversation's last message stands."""
+    assert request.messages is not None
+    *before, last = plain(request.messages[i])
+    content = last["content"].strip()  # as templates do
+    prompt: str | InvalidRequest = ""
+    if before:
+        prompt = encoder.render_prompts([before])[0] if last["role"] == "assistant" else encoder.render(before)
+    start = len(prompt) if isinstance(prompt, str) and text.startswith(prompt) else 0
+    at = text.find(content, start) if start else text.rfind(content)
+    return (start, len(text)) if at < 0 else (at, at + len(content))  # some templates rewrite contents

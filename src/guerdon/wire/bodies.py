@@ -162,7 +162,8 @@ def check_depth(value: Any, what: str) -> None:
     """Raises InvalidRequest if the value is nested deeper than MAX_DEPTH."""
     level = [value] if isinstance(value, list | dict) else []
     for _ in range(MAX_DEPTH):
-        level = [inner for outer in level for inner in _inside(outer) if type(inner) in _CONTAINERS]
+        all_values = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [inner for values in all_values for inner in values if type(inner) in _CONTAINERS]
         if not level:
             return
     raise InvalidRequest(too_deep(what))
@@ -293,10 +294,6 @@ def _array_pieces(numbers: np.ndarray) -> Iterator[bytes]:
         else:
             yield orjson.dumps(np.ascontiguousarray(numbers[some]), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
     yield b"]"
-
-
-def _inside(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 def _numpy(value: Any) -> msgspec.Raw:

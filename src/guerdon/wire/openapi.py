@@ -72,15 +72,11 @@ _TYPES: list[Any] = list(
 """Every type that a path reads or writes."""
 
 
-def _schema_of_numpy(kind: type) -> Schema:
-    return _NUMPY[kind]
-
-
 @functools.cache
 def components() -> tuple[dict[Any, Schema], dict[str, Schema]]:
     """Returns the schema of each of `_TYPES`, and the named schemas to which they refer."""
     schemas, named = msgspec.json.schema_components(
-        _TYPES, schema_hook=_schema_of_numpy, ref_template="#/components/schemas/{name}"
+        _TYPES, schema_hook=_NUMPY.__getitem__, ref_template="#/components/schemas/{name}"
     )
     _describe_items([*schemas, named])
     return dict(zip(_TYPES, schemas, strict=True)), named
@@ -171,6 +167,9 @@ def _kserve(models: Sequence[ModelInfo | OperationInfo]) -> dict[str, Any]:
         if version:
             where.append(_in_path("version", [signature.MODEL_VERSION]))
         metadata, config = _ok(_JSON, signature.ModelMetadata), _ok(_JSON, signature.TritonConfig)
+        # In JSON, or in binary tensors after their JSON, whose length is in the header.
+        replied = _content(_JSON, kserve.ReplyBody) | _content(_BINARY, _BYTES)
+        length = {"inference-header-content-length": _header("bytes of JSON before the binary tensors")}
         paths[model] = _path(_READ, "The model's tensors", metadata, parameters=where)
         paths[model + "/config"] = _path(_READ, "The model's configuration in Triton's terms", config, parameters=where)
         paths[model + "/stats"] = _path(_READ, "Statistics in Triton's terms", statistics, parameters=where)
@@ -179,7 +178,7 @@ def _kserve(models: Sequence[ModelInfo | OperationInfo]) -> dict[str, Any]:
         paths[model + "/infer"] = _path(
             _WRITE,
             "Scores, or an operation on a critic",
-            _inferred(),
+            {"200": _answer("the tensors", _TIMES | length, replied)},
             description=f"The inputs of these models and operations:\n\n{inputs}\nTheir outputs:\n\n{outputs}",
             parameters=[*where, _HEADER_LENGTH],
             body=_content(_JSON, kserve.RequestBody) | _content(_BINARY, _BYTES),
@@ -325,13 +324,6 @@ def _ok(media: str, kind: Any) -> dict[str, Any]:
 def _described(text: str, status: int = 200) -> dict[str, Any]:
     """A reply without a body."""
     return {str(status): {"description": text}}
-
-
-def _inferred() -> dict[str, Any]:
-    """A reply in JSON, or in binary tensors after their JSON, whose length is in the header."""
-    content = _content(_JSON, kserve.ReplyBody) | _content(_BINARY, _BYTES)
-    length = {"inference-header-content-length": _header("bytes of JSON before the binary tensors")}
-    return {"200": _answer("the tensors", _TIMES | length, content)}
 
 
 def _answer(text: str, headers: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from guerdon.wire.forms import (
     gym,
-    gym_compare,
     label_probs,
     openrlhf_reward,
     rerank,
@@ -25,7 +24,7 @@ FORMS: dict[str, Form] = (
 TEACHER_FORMS: dict[str, Form] = vllm_logprobs.FORMS | sglang_logprobs.FORMS | trl_logprobs.FORMS | label_probs.FORMS
 """The forms that ask a language model for log-probs, by the path that serves them."""
 
-ENVIRONMENT_FORMS: dict[str, Form] = gym.FORMS | gym_compare.FORMS
+ENVIRONMENT_FORMS: dict[str, Form] = gym.FORMS
 """The forms that ask for the rewards of rollouts, by the path that serves them."""
 
 TOKEN_FORMS = tokens.FORMS

@@ -1,4 +1,4 @@
-"""NeMo Gym's resources server: `/verify`, which scores one rollout, and the routes beside it that score nothing.
+"""NeMo Gym's resources server: `/verify` scores one rollout, `/compare` compares the responses to a conversation.
 
 `/aggregate_metrics` gives statistics of verified rollouts, over all of them and for each task.
 """
@@ -16,11 +16,14 @@ from msgspec import UNSET, Meta, UnsetType
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply
 from guerdon.errors import GuerdonError, InvalidRequest
+from guerdon.judge_core import DISAGREED, Comparisons, GroupRequest, JudgedReply
+from guerdon.messages import answered, plain
 from guerdon.wire import bodies
 from guerdon.wire.bodies import MAX_ROWS, check_depth, kind_of
-from guerdon.wire.forms.form import Body, Conversation, Form, FormRequest, Url, of_conversation
+from guerdon.wire.forms import form
 from guerdon.wire.forms.labels import attributes_of, number
 from guerdon.wire.kserve import ErrorBody, to_error
+from guerdon.wire.score_tensors import scores_of
 
 LABEL_KEYS = ("label", "expected_answer", "ground_truth", "answer", "verifier_metadata")
 """Keys of a row that may hold the label, in order of preference, unless the URL names one."""
@@ -31,19 +34,20 @@ FAILURE_CLASS = "judge_failed"
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """The types of a message's parts that are text, and the key that has it."""
 
-
 _TASK, _FAILURE = "_ng_task_index", "_ng_failure_class"
 """Keys that Gym adds to a rollout."""
 
 _NESTED = ("reward_components", "components")
 """Objects whose numbers count as well, each under its own name after theirs."""
 
+_BEST, _WORST = 1, 6
+"""Gym's ranking, if the first response is much better, and if the second is."""
 
 _LARGEST = float(np.finfo(np.float64).max) / MAX_ROWS
 """Larger numbers are left out, since their sum may be infinite."""
 
 
-class VerifyUrl(Url, kw_only=True, forbid_unknown_fields=True):
+class VerifyUrl(form.Url, kw_only=True, forbid_unknown_fields=True):
     """With `label`, the row's key of that name holds the label."""
 
     label: str = ""
@@ -53,7 +57,7 @@ class ResponsesParams(msgspec.Struct, kw_only=True):
     """The policy's request; other keys are ignored."""
 
     example: ClassVar[str] = '{"input": "a prompt"}'
-    input: Annotated[str | Conversation, Meta(description="a string, or a list of messages and other items")]
+    input: Annotated[str | form.Conversation, Meta(description="a string, or a list of messages and other items")]
     instructions: str | None = None
 
 
@@ -64,7 +68,7 @@ class PolicyResponse(msgspec.Struct, kw_only=True):
     output: list[dict[str, Any]]
 
 
-class VerifyBody(Body, kw_only=True):
+class VerifyBody(form.Body, kw_only=True):
     """One rollout. Its further keys are the row's, and come back in the reply."""
 
     example: ClassVar[str] = (
@@ -111,10 +115,10 @@ _OURS = {field.encode_name for field in msgspec.structs.fields(VerifyReply)}
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyForm(Form):
+class VerifyForm(form.Form):
     """The form whose reply repeats the body."""
 
-    def read(self, body: bodies.Octets, query: Mapping[str, str]) -> FormRequest:
+    def read(self, body: bodies.Octets, query: Mapping[str, str]) -> form.FormRequest:
         """Returns the request in the body and the URL's query; raises InvalidRequest."""
         return self.to_request(bodies.read(body, dict[str, Any]), bodies.convert(query, VerifyUrl, "the URL"))
 
@@ -179,13 +183,15 @@ def text_of(item: Mapping[str, Any], where: str) -> str:
     return "".join(texts)
 
 
-def _verify(row: dict[str, Any], url: VerifyUrl) -> FormRequest:
+def _verify(row: dict[str, Any], url: VerifyUrl) -> form.FormRequest:
     body = bodies.convert(row, VerifyBody, "the body")
     check_depth(row, "the body")
     request, unread = None, None
     try:
-        request = of_conversation(conversation_of(body.responses_create_params, body.response))
-        request.references = _labels(row, url.label)
+        request = form.of_conversation(conversation_of(body.responses_create_params, body.response))
+        keys = [url.label] if url.label else LABEL_KEYS
+        label = next((row[name] for name in keys if row.get(name) is not None), None)
+        request.references = None if label is None else [label]
     except InvalidRequest as e:  # the sample's own error, as if it had come from the model
         unread = e
 
@@ -196,12 +202,7 @@ def _verify(row: dict[str, Any], url: VerifyUrl) -> FormRequest:
         kept = {name: value for name, value in row.items() if name not in _OURS}
         return kept | {name: value for name, value in added.items() if value is not UNSET}
 
-    return FormRequest(body.model or "", request, to_reply)
-
-
-def _labels(row: dict[str, Any], key: str) -> list[Any] | None:
-    label = next((row[name] for name in ([key] if key else LABEL_KEYS) if row.get(name) is not None), None)
-    return None if label is None else [label]
+    return form.FormRequest(body.model or "", request, to_reply)
 
 
 def _told(result: Score | GuerdonError, info: ModelInfo, config: dict[str, Any]) -> VerifyReply:
@@ -282,7 +283,7 @@ def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                 yield prefix + name, float(value)
 
 
-FORMS: dict[str, Form] = {
+FORMS: dict[str, form.Form] = {
     "/verify": VerifyForm(
         "NeMo Gym's resources server", (VerifyBody,), VerifyUrl, (VerifyReply,), _verify, ErrorBody, to_error
     )
@@ -304,3 +305,107 @@ ANSWERS = {
     ),
 }
 """The paths beside it that ask no model."""
+
+
+# --- comparisons ---------------------------------------------------------------------------------------------------
+
+
+class CompareBody(form.Body, kw_only=True):
+    """A conversation without its last answer, and the responses that are compared as that answer.
+
+    The `principle` stands where the rubric's template has `{reference}`.
+    """
+
+    example: ClassVar[str] = (
+        '{"conversation_history": [{"role": "user", "content": "a prompt"}], "response_objs": [{"output": [{"type": '
+        '"message", "content": [{"type": "output_text", "text": "a response"}]}]}, {"output": []}]}'
+    )
+    conversation_history: form.Conversation
+    response_objs: Annotated[list[PolicyResponse], form.SOME]
+    principle: str | None = None
+
+
+class ComparisonResult(msgspec.Struct):
+    """A criterion's verdict on two responses, by their places: both scores sum to 1, and `ranking` is from 1 to 6.
+
+    `judge_idx` counts the rubric's criteria. If the two orders `disagreed`, it is a tie: 0.5, 0.5 and 3.5.
+    """
+
+    response_i: int
+    response_j: int
+    judge_idx: int
+    score_1: float
+    score_2: float
+    ranking: float
+    criterion: str
+    disagreed: bool
+
+
+class CompareReply(msgspec.Struct):
+    """One reward for each response, the verdicts that they are made of, and statistics of these."""
+
+    rewards: np.ndarray
+    comparison_results: list[ComparisonResult]
+    metrics: dict[str, float]
+
+
+@form.serves(FORMS, "/compare", "NeMo Gym's genrm_compare", CompareReply, to_error=to_error, output=DISAGREED)
+def _compare(body: CompareBody, url: form.Url) -> form.FormRequest:
+    history = plain(form.check_conversation(body.conversation_history, "conversation_history"))
+    num_characters = len(body.response_objs) * sum(len(message["content"]) for message in history)
+    if num_characters > form.MAX_JOINED:
+        raise InvalidRequest(
+            f"conversation_history before each of {len(body.response_objs):,} responses makes {num_characters:,} "
+            f"characters, at most {form.MAX_JOINED:,} are accepted; send fewer responses in a request"
+        )
+    texts = [  # empty without a message of the assistant's; reasoning and tool calls are left out
+        "\n\n".join(
+            text_of(item, f"response_objs[{i}].output[{j}]")
+            for j, item in enumerate(response.output)
+            if item.get("type", "message") == "message" and item.get("role", "assistant") == "assistant"
+        )
+        for i, response in enumerate(body.response_objs)
+    ]
+    request = GroupRequest(
+        messages=[answered(history, text) for text in texts],
+        groups=np.zeros(len(texts), np.int64),
+        references=[body.principle] * len(texts) if body.principle else None,
+    )
+
+    def check(info: ModelInfo) -> None:
+        if not info.has_components or DISAGREED not in info.attribute_names:
+            raise InvalidRequest(f"{info.name} does not compare; name a judge whose rubric has `compare`")
+        if body.principle and not info.takes_labels:
+            raise InvalidRequest(
+                f"{info.name} has no place for a principle: write {{reference}} where its template should have it, or "
+                "send none"
+            )
+        if info.takes_labels and not body.principle:
+            raise InvalidRequest(
+                f"the template of {info.name} has a {{reference}}, which is the principle here: send one"
+            )
+
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> CompareReply:
+        rewards = np.array([number(score.reward) for score in scores_of(reply)], np.float32)
+        assert isinstance(reply, JudgedReply) and reply.comparisons is not None
+        verdicts = reply.comparisons.verdicts.ravel()
+        scores = np.concatenate([verdicts, 1 - verdicts])
+        statistics = {
+            "mean_individual_score": float(scores.mean()),
+            "std_individual_score": float(scores.std()),
+            "tiebreak_usage_rate": float((verdicts == 0.5).mean()),
+            "disagreement_rate": float(reply.comparisons.disagreed.mean()),
+        }
+        return CompareReply(rewards, [*_results(reply.comparisons, info)], statistics)
+
+    return form.FormRequest(body.model or "", request, to_reply, check)
+
+
+def _results(comparisons: Comparisons, info: ModelInfo) -> Iterator[ComparisonResult]:
+    for (i, j), verdicts, disagreed in zip(
+        comparisons.pairs.tolist(), comparisons.verdicts.tolist(), comparisons.disagreed.tolist(), strict=True
+    ):
+        for k, verdict in enumerate(verdicts):
+            ranking = _WORST - (_WORST - _BEST) * verdict
+            name = info.attribute_names[k]
+            yield ComparisonResult(i, j, k, verdict, 1 - verdict, ranking, name, disagreed[k])

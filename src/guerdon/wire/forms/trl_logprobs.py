@@ -127,7 +127,9 @@ def _rows(one: TokenLogprobs, row: np.ndarray, length: int, name: str) -> Iterat
         yield "[]"  # nothing predicts the first token
     for part in Entries.of(one, row[max(1, length) :]):
         entries = part.by_rank()
-        yield from _lists(number_texts(getattr(entries, name)), entries.counts)
+        texts = number_texts(getattr(entries, name))
+        for size, stop in zip(entries.counts.tolist(), np.cumsum(entries.counts).tolist(), strict=True):
+            yield f"[{','.join(texts[stop - size : stop])}]"
 
 
 def _in_binary(
@@ -150,8 +152,3 @@ def _in_binary(
         list(shape),
         sizes,
     )
-
-
-def _lists(texts: list[str], counts: np.ndarray) -> list[str]:
-    stops = np.cumsum(counts).tolist()
-    return [f"[{','.join(texts[stop - size : stop])}]" for size, stop in zip(counts.tolist(), stops, strict=True)]

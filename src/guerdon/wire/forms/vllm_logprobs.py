@@ -240,7 +240,13 @@ def _generate(body: GenerateBody, url: form.Url) -> form.FormRequest:
     given = None if rows is None else pad_rows(rows, np.int64, -1, max(1, *map(len, rows)))
     skipped = asked.prompt_logprob_start or 0
     if given is not None:
-        _check_rows(len(given), skipped, len(body.token_ids))
+        num_rows = len(body.token_ids) - 1
+        if skipped + len(given) != num_rows:
+            raise InvalidRequest(
+                f"prompt_logprob_token_ids has {len(given)} rows from row {skipped} on, and the prompt of "
+                f"{num_rows + 1} tokens has {num_rows} of them; send {max(0, num_rows - skipped)}, one for each token "
+                "after that row"
+            )
         # One query has one first token: that of `prompt_logprobs`.
         query = query.with_given(np.concatenate([np.full((skipped, given.shape[1]), -1), given]))
     elif asked.prompt_logprob_start is not None:
@@ -304,14 +310,6 @@ def _query(
 def _ask(request: ScoreRequest, query: LogprobQuery, priority: int | None) -> None:
     request.asks = [query] * len(request)
     request.priority = -(priority or 0)  # vLLM's lower numbers go first
-
-
-def _check_rows(rows: int, start: int, tokens: int) -> None:
-    if start + rows != tokens - 1:
-        raise InvalidRequest(
-            f"prompt_logprob_token_ids has {rows} rows from row {start} on, and the prompt of {tokens} tokens has "
-            f"{tokens - 1} of them; send {max(0, tokens - 1 - start)}, one for each token after that row"
-        )
 
 
 # --- answering -----------------------------------------------------------------------------------------------------

@@ -254,16 +254,11 @@ def _score(body: PairsBody, url: OptionsUrl) -> form.FormRequest:
 def _score_or_label_probs(body: PairsBody | label_probs.SGLangScoreBody, url: OptionsUrl) -> form.FormRequest:
     """SGLang's form asks a teacher or a judge how likely labels are as the next token."""
     if isinstance(body, label_probs.SGLangScoreBody):
-        _refuse_switches(url)
+        for name in ("use_activation", "softmax", "activation", "add_special_tokens"):  # only vLLM's form has them
+            if getattr(url, name) is not None:
+                raise InvalidRequest(f"the URL has the key {name!r}, which SGLang's form does not have; leave it out")
         return label_probs.to_sglang_request(body, url)
     return _score(body, url)
-
-
-def _refuse_switches(url: OptionsUrl) -> None:
-    """Raises InvalidRequest if the URL has a switch that only vLLM's form has."""
-    for name in ("use_activation", "softmax", "activation", "add_special_tokens"):
-        if getattr(url, name) is not None:
-            raise InvalidRequest(f"the URL has the key {name!r}, which SGLang's form does not have; leave it out")
 
 
 def _samples(body: ClassifyBody) -> ScoreRequest:
