@@ -131,7 +131,11 @@ def run(
     pulse.start()  # loading may take minutes
     try:
         if not ranks.is_leader:
-            _follow(config, parts, ranks, pulse)
+            with asking(pulse.ask_to_stop, for_good=True):
+                worker = _load(config, parts, ranks).worker(config, parts, ranks)
+                worker.watch(pulse.tick)
+                runtime.settle()
+                Group(worker, ranks, pulse).follow()
         else:
             _lead(config, parts, ranks, pulse, on_loaded, on_started)
     except RanksLost as e:
@@ -155,14 +159,6 @@ def _check_repository(config: ServerConfig) -> None:
         raise ConfigError(
             "model_repository is set, but no key may load from it", "give somebody a key of the role admin"
         )
-
-
-def _follow(config: ServerConfig, parts: Parts, ranks: Ranks, pulse: Pulse) -> None:
-    with asking(pulse.ask_to_stop, for_good=True):
-        worker = _load(config, parts, ranks).worker(config, parts, ranks)
-        worker.watch(pulse.tick)
-        runtime.settle()
-        Group(worker, ranks, pulse).follow()
 
 
 def _lead(

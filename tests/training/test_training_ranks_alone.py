@@ -81,7 +81,7 @@ def stored(folder: Path) -> Path:
 
 def test_parts_are_read_into_whole_tensors(tmp_path: Path) -> None:
     folder = stored(tmp_path / "optimizer")
-    assert tensor_files.StoredShards(folder, TENSORS).shapes == {"a": (2, 3), "step": (), "count": ()}
+    assert tensor_files.shapes_of_shards(folder, TENSORS) == {"a": (2, 3), "step": (), "count": ()}
     own = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
     tensor_files.read_into(folder, own)
     assert all(torch.equal(own[name], tensor) for name, tensor in TENSORS.items())
@@ -92,17 +92,17 @@ def test_a_cut_file_and_an_absent_one_are_told(tmp_path: Path) -> None:
     (file,) = folder.iterdir()
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match=r"is truncated: it has .* bytes"):
-        tensor_files.StoredShards(folder, TENSORS)
+        tensor_files.shapes_of_shards(folder, TENSORS)
     file.unlink()
     with pytest.raises(CheckpointError, match="no tensor files"):
-        tensor_files.StoredShards(folder, TENSORS)
+        tensor_files.shapes_of_shards(folder, TENSORS)
 
 
 def test_a_last_part_that_is_missing_is_told(tmp_path: Path) -> None:
     """The files do not show that there was more behind what they hold."""
     own = TENSORS | {"a": torch.zeros(4, 3)}
     with pytest.raises(CheckpointError, match="6 of the 12 values of a: files are missing"):
-        tensor_files.StoredShards(stored(tmp_path / "optimizer"), own)
+        tensor_files.shapes_of_shards(stored(tmp_path / "optimizer"), own)
     # Of a larger one all is there: which is another model's, as `check_same` says.
     own = TENSORS | {"a": torch.zeros(1, 3)}
-    assert tensor_files.StoredShards(tmp_path / "optimizer", own).shapes["a"] == (2, 3)
+    assert tensor_files.shapes_of_shards(tmp_path / "optimizer", own)["a"] == (2, 3)

@@ -119,7 +119,10 @@ class CriticCallback(TrainerCallback):
         }
         is_training = self._trainer.model.training
         if is_training:
-            train_id = self._name_request()
+            # The id is the same if the trainer makes this step again after a resume.
+            args, step = self._trainer.args, self._trainer.state.global_step
+            self._last = (step, self._last[1] + 1 if self._last[0] == step else 0)
+            train_id = f"{args.run_name or args.output_dir}:{step}.{self._last[1]}"
             report = self._critic.train(tokens, updates=self._updates, train_id=train_id, **arguments).result()
         else:
             report = self._critic.validate(tokens, **arguments)
@@ -130,12 +133,6 @@ class CriticCallback(TrainerCallback):
         rows = zip(report.advantages, samples, strict=True)
         found = [row[critics.before_response(len(ids), len(mask))] for row, (ids, mask) in rows]
         return _whitened(found, masks) if self._whiten else found
-
-    def _name_request(self) -> str:
-        """Returns an id that is the same if the trainer makes this step again after a resume."""
-        args, step = self._trainer.args, self._trainer.state.global_step
-        self._last = (step, self._last[1] + 1 if self._last[0] == step else 0)
-        return f"{args.run_name or args.output_dir}:{step}.{self._last[1]}"
 
 
 def _whitened(rows: list[np.ndarray], masks: list[np.ndarray]) -> list[np.ndarray]:

@@ -130,7 +130,7 @@ def _draw_accuracy(axes: Axes, categories: dict[str, Pairs], total: Pairs, num_c
     axes.set(title=title, xlim=(0, 1.3), ylim=(len(rows) - 0.4, -0.6), xticks=[0, 0.25, 0.5, 0.75, 1])
     axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axes.barh(range(len(rows)), accuracies, height=0.66, color=[SECOND if a < 0.5 else MAIN for a in accuracies])
-    axes.set_yticks(range(len(rows)), [_shortened(name) for name, _ in rows])
+    axes.set_yticks(range(len(rows)), [n if len(n) <= _LONGEST_NAME else n[: _LONGEST_NAME - 1] + "…" for n, _ in rows])
     axes.tick_params(axis="y", length=0)
     for place, (_, pairs) in enumerate(rows):
         axes.text(1.03, place, f"{pairs.accuracy:.1%}  of {len(pairs):,}", va="center", fontsize=8.5)
@@ -169,7 +169,3 @@ def _finish(axes: Axes) -> None:
 
 def _readable(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"

@@ -47,9 +47,17 @@ def make_parser() -> Parser:
     _add_score(commands)
     for name, actor in _ACTORS.items():
         _add_actor(commands, name, *actor)
-    _add_doctor(commands)
+    doctor = _add_command(commands, "doctor", "Check the installation, the machine and servers.", run_doctor)
+    doctor.add_argument(
+        "TARGET", nargs="*", metavar="URL|MODEL",
+        help="Servers (http:// or grpc:// URLs) and models (folders or hub ids) to check as well.",
+    )  # fmt: skip
+    doctor.add_argument("--json", action="store_true", help="Write the findings as JSON.")
     _add_convert(commands)
-    _add_completion(commands, parser)
+    what = "Print a script that completes commands in a shell."
+    completion = _add_command(commands, "completion", what, run_completion)
+    completion.add_argument("SHELL", choices=SHELLS, help="Shell of the script: %(choices)s.")
+    completion.set_defaults(parser=parser)
     return parser
 
 
@@ -297,15 +305,6 @@ def _train(config: ActorConfig) -> int:
 # doctor, convert, completion
 
 
-def _add_doctor(commands: Any) -> None:
-    parser = _add_command(commands, "doctor", "Check the installation, the machine and servers.", run_doctor)
-    parser.add_argument(
-        "TARGET", nargs="*", metavar="URL|MODEL",
-        help="Servers (http:// or grpc:// URLs) and models (folders or hub ids) to check as well.",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="Write the findings as JSON.")
-
-
 def run_doctor(args: argparse.Namespace) -> int:
     """Prints every finding as it comes, and the number of problems; returns 1 if there is one."""
     from guerdon.cli import doctor, findings
@@ -354,12 +353,6 @@ def run_convert(args: argparse.Namespace) -> None:
     convert_gguf(file, Path(args.FOLDER), args.dtype)
     lossy = f": dequantised from {file.quantised_as}, not the original weights" if file.quantised_as else ""
     console.say(f"wrote {args.FOLDER}{lossy}")
-
-
-def _add_completion(commands: Any, whole: Parser) -> None:
-    parser = _add_command(commands, "completion", "Print a script that completes commands in a shell.", run_completion)
-    parser.add_argument("SHELL", choices=SHELLS, help="Shell of the script: %(choices)s.")
-    parser.set_defaults(parser=whole)
 
 
 def run_completion(args: argparse.Namespace) -> None:

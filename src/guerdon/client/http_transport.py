@@ -161,8 +161,10 @@ class HttpExchange:
             message = f"{self.url} answered {status} to {self.path}: {reply.text[:200]!r}"
             if status == 404:
                 return errors.RouteNotFound(f"{message}; is this a server of the open inference protocol (KServe v2)?")
-            if status == 500 and body is None and _is_from_ray(reply):
-                # Guerdon sends its own errors as JSON: this is Ray Serve's proxy, which has lost a replica.
+            # Guerdon sends its own errors as JSON: this is from Ray Serve's proxy, which has lost a replica, or from
+            # its uvicorn after a crash over one.
+            is_broken = reply.headers.get("server") == "uvicorn" and reply.body == b"Internal Server Error"
+            if status == 500 and body is None and (is_broken or _RAY_HEADER in reply.headers):
                 return errors.Unavailable(message)
         elif status == 404 or (status == 400 and isinstance(self.step, Describe)):
             return errors.UnknownModel(message)
@@ -231,7 +233,10 @@ class HttpTransport:
                 await connection.aclose()
             elif isinstance(connection, httpcore.AsyncHTTPConnection) and connection.is_available():
                 self._idle.append(connection)
-        return exchange.result(_reply(response, content))
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers}
+        if "content-encoding" in headers:  # unasked, by something in between
+            content = httpx.Response(response.status, headers=headers, content=content).content
+        return exchange.result(HttpReply(response.status, headers, content))
 
     async def close(self) -> None:
         """Closes the idle connections now, and each other one when its exchange ends."""
@@ -300,19 +305,6 @@ def _proxy(url: httpx.URL, tls: ssl.SSLContext | None) -> httpcore.AsyncConnecti
         proxy_auth=(proxy.username, proxy.password) if proxy.userinfo else None,
         ssl_context=tls, max_connections=None, keepalive_expiry=_KEEP_ALIVE_S, network_backend=_BACKEND,
     )  # fmt: skip
-
-
-def _reply(response: httpcore.Response, content: bytes) -> HttpReply:
-    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers}
-    if "content-encoding" in headers:  # unasked, by something in between
-        content = httpx.Response(response.status, headers=headers, content=content).content
-    return HttpReply(response.status, headers, content)
-
-
-def _is_from_ray(reply: HttpReply) -> bool:
-    """Returns whether Ray Serve's proxy sent the reply, or its uvicorn after a crash over a lost replica."""
-    is_broken = reply.headers.get("server") == "uvicorn" and reply.body == b"Internal Server Error"
-    return is_broken or _RAY_HEADER in reply.headers
 
 
 def _tls_refusal(error: BaseException) -> str | None:

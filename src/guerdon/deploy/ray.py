@@ -91,7 +91,9 @@ class _DeferredApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":  # the replica starts and stops by itself
-            await _lifespan(receive, send)
+            for word in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{word}.complete"})
         else:
             await self.inner(scope, receive, send)
 
@@ -108,7 +110,13 @@ class Replica(serve.ingress(_DeferredApp())(_IngressBase)):  # type: ignore[misc
         await super().__init__()
         logging.getLogger("guerdon").setLevel(config.log_level.upper())
         config = dataclasses.replace(config, host=await asyncio.to_thread(_proxies_host))
-        _check_keys(config)
+        # Here, since only the replica's environment may have keys.
+        if not (is_loopback(config.host) or has_keys(config) or config.allow_anonymous):
+            raise ConfigError(
+                f"no keys are set, and other machines reach Ray's proxies, which listen on {config.host}",
+                f"set `api_keys_file`, or {KEYS_VARIABLE} for the replicas by `runtime_env`; set `allow_anonymous: "
+                "true` if everybody who reaches the proxies may use them",
+            )
         self._service = await asyncio.to_thread(build_service, config)
         self._service.repository = _ReadOnlyRepository()
         runtime.settle()
@@ -198,22 +206,3 @@ def _proxies_host() -> str:
     """Returns the address on which Ray's proxies listen."""
     host: str = _get_global_client().http_config.host
     return host
-
-
-def _check_keys(config: ServerConfig) -> None:
-    """Raises ConfigError if other machines reach the proxies' `host`, and there are no keys.
-
-    Call it in the replica, because only its environment may have them.
-    """
-    if not (is_loopback(config.host) or has_keys(config) or config.allow_anonymous):
-        raise ConfigError(
-            f"no keys are set, and other machines reach Ray's proxies, which listen on {config.host}",
-            f"set `api_keys_file`, or {KEYS_VARIABLE} for the replicas by `runtime_env`; set `allow_anonymous: true` "
-            "if everybody who reaches the proxies may use them",
-        )
-
-
-async def _lifespan(receive: Receive, send: Send) -> None:
-    for word in ("startup", "shutdown"):
-        await receive()
-        await send({"type": f"lifespan.{word}.complete"})

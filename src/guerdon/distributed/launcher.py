@@ -147,7 +147,11 @@ class _Launch:
 
     def run_once(self) -> _Ended | None:
         """Starts all ranks and waits until all have ended; returns the first that failed."""
+        from guerdon.distributed.joining import interface_of
+
         store = _listen()
+        # Keeps gloo off the networks.
+        loopback = None if _INTERFACE in os.environ else interface_of(_HOST)
         processes = []
         for rank in range(self._layout.size):
             environment = {
@@ -158,7 +162,7 @@ class _Launch:
                 "MASTER_ADDR": _HOST,
                 "MASTER_PORT": str(store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
-                **_loopback_only(),
+                **({} if loopback is None else {_INTERFACE: loopback}),
             }
             process = self._context.Process(target=_run_rank, args=(self._work, environment, self._told))
             try:
@@ -177,14 +181,6 @@ def _listen() -> TCPStore:
     listener = socket.create_server((_HOST, 0))
     port = listener.getsockname()[1]
     return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def _loopback_only() -> dict[str, str]:
-    """Returns the variable that keeps gloo off the networks, unless it is set already."""
-    from guerdon.distributed.joining import interface_of
-
-    name = None if _INTERFACE in os.environ else interface_of(_HOST)
-    return {_INTERFACE: name} if name is not None else {}
 
 
 def _wait(processes: list[ForkServerProcess]) -> _Ended | None:

@@ -147,7 +147,9 @@ class Catalog:
         """
         infos = self.infos()
         if not name:
-            return next((info for info in infos if _gives(info, output)), infos[0])
+            asks_next = output == NEXT_TOKENS
+            named = (i for i in infos if output in (*i.outputs, *i.attribute_names) or (asks_next and i.max_top_k > 0))
+            return next(named, infos[0])
         found = [info for info in infos if info.name == name] or [info for info in infos if info.source == name]
         if len(found) == 1:
             return found[0]
@@ -160,7 +162,3 @@ class Catalog:
         asked = f"{name!r} version {version}" if version else repr(name)
         names = ", ".join(sorted(self.names()))
         return UnknownModel(f"unknown model {asked}; served here: {names} (version 1)")
-
-
-def _gives(info: ModelInfo, output: str) -> bool:
-    return output in (*info.outputs, *info.attribute_names) or (output == NEXT_TOKENS and info.max_top_k > 0)

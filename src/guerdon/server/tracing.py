@@ -170,7 +170,8 @@ class Traces:
         try:
             yield traced
         except BaseException as e:
-            _fail(span, e)
+            span.set_attribute("error.type", _kind(e))
+            _blame(span)
             raise
         finally:
             traced.end()
@@ -266,7 +267,8 @@ class Part:
     def end(self, taken: float, num_sequences: int, num_tokens: int) -> None:
         """Ends the wait; `taken` is the monotonic time when its last sequence started, 0.0 if never."""
         self.request.accepted(num_tokens)
-        waited_ns = max(_wall_ns(taken) if taken else time.time_ns(), self._queued_ns)
+        since_ns = int((time.monotonic() - taken) * 1e9) if taken else 0
+        waited_ns = max(time.time_ns() - since_ns, self._queued_ns)
         self.request.child("queue", self._queued_ns, waited_ns, sequences=num_sequences, **self._model)
         for batch, count in tuple(self.batches):
             self.request.child("compute", batch.began_ns, batch.ended_ns, batch, sequences=count, **self._model)
@@ -313,17 +315,7 @@ def _kind(error: BaseException) -> str:
     return (Cancelled if isinstance(error, asyncio.CancelledError) else ServerFault).__name__
 
 
-def _fail(span: Any, error: BaseException) -> None:
-    span.set_attribute("error.type", _kind(error))
-    _blame(span)
-
-
 def _blame(span: Any) -> None:
     from opentelemetry.trace import Status, StatusCode
 
     span.set_status(Status(StatusCode.ERROR))
-
-
-def _wall_ns(moment: float) -> int:
-    """Converts a monotonic time to Unix nanoseconds."""
-    return time.time_ns() - int((time.monotonic() - moment) * 1e9)

@@ -110,7 +110,14 @@ class ChatJudgeConfig:
         return (prompt_tokens * prices[0] + completion_tokens * prices[1]) / 1e6
 
     def contradictions(self) -> Contradictions:
-        yield from _check_url(self.url)
+        try:
+            parts = urlsplit(self.url)
+        except ValueError:  # of brackets that are no IPv6 address
+            parts = urlsplit("")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            yield f"url is {self.url!r}", "give the base URL of a server, such as http://127.0.0.1:8000/v1"
+        elif parts.username is not None or parts.password is not None:
+            yield "url has a user's name or password in it", "give a key by api_key_env or api_key_file"
         if not self.template:
             yield "template is not given", "write the question, with {response} in it"
         else:
@@ -125,17 +132,6 @@ class ChatJudgeConfig:
         if self.budget.cost is not None and None in (self.prompt_price, self.completion_price):
             problem = f"budget.cost is {self.budget.cost:g}, and a price is missing"
             yield problem, "give prompt_price and completion_price, for a million tokens"
-
-
-def _check_url(url: str) -> Contradictions:
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # of brackets that are no IPv6 address
-        parts = urlsplit("")
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        yield f"url is {url!r}", "give the base URL of a server, such as http://127.0.0.1:8000/v1"
-    elif parts.username is not None or parts.password is not None:
-        yield "url has a user's name or password in it", "give a key by api_key_env or api_key_file"
 
 
 def take_out(components: Iterable[Any]) -> list[ChatJudgeConfig]:

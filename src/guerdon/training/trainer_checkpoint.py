@@ -153,7 +153,7 @@ class TrainerCheckpoint:
             check_shapes({name: tensor.shape for name, tensor in stored.items()}, own, folder)
             return lambda: self.optimiser.restore(step, lambda name: stored[name][...])
         shapes = (
-            StoredShards(folder / OPTIMISER_FOLDER, own).shapes
+            shapes_of_shards(folder / OPTIMISER_FOLDER, own)
             if is_stored_sharded
             else {name: tensor.shape for name, tensor in open_tensors(folder, "optimizer").items()}
         )
@@ -422,33 +422,28 @@ def check_shapes(found: dict[str, tuple[int, ...]], own: dict[str, Tensor], fold
 # ------------------------------------------------------------------------------------------- reading shards
 
 
-class StoredShards:
-    """A folder that `write_shards` wrote, with the shapes of its tensors."""
+def shapes_of_shards(folder: Path, own: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors in a folder that `write_shards` wrote; `own` are the tensors to read it into.
 
-    def __init__(self, folder: Path, own: dict[str, Tensor]) -> None:
-        """Raises CheckpointError if a file is damaged or a shard is missing.
-
-        `own` are the tensors to read it into.
-        """
-        self.folder = folder
-        for file in sorted(folder.glob("*.safetensors")):
-            open_safetensors(file)  # raises the error that names the damaged file
-        metadata: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-        if not metadata:
-            raise CheckpointError(f"{folder} has no tensor files", "load another checkpoint")
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for name, found in metadata.items():
-            self.shapes[name] = tuple(found.size)
-            num_read = sum(math.prod(chunk.sizes) for chunk in found.chunks)
-            # Files do not show that shards after the last stored one are missing: the model's own shape counts then.
-            expected, whole = self.shapes[name], tuple(own[name].shape) if name in own else ()
-            if len(expected) == len(whole) and all(a <= b for a, b in zip(expected, whole, strict=True)):
-                expected = whole
-            if num_read != math.prod(expected):
-                raise CheckpointError(
-                    f"{folder} holds {num_read} of the {math.prod(expected)} values of {name}: files are missing",
-                    "copy the whole checkpoint, or load another",
-                )
+    Raises CheckpointError if a file is damaged or a shard is missing.
+    """
+    for file in sorted(folder.glob("*.safetensors")):
+        open_safetensors(file)  # raises the error that names the damaged file
+    metadata: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    if not metadata:
+        raise CheckpointError(f"{folder} has no tensor files", "load another checkpoint")
+    for name, found in metadata.items():
+        num_read = sum(math.prod(chunk.sizes) for chunk in found.chunks)
+        # Files do not show that shards after the last stored one are missing: the model's own shape counts then.
+        expected, whole = tuple(found.size), tuple(own[name].shape) if name in own else ()
+        if len(expected) == len(whole) and all(a <= b for a, b in zip(expected, whole, strict=True)):
+            expected = whole
+        if num_read != math.prod(expected):
+            raise CheckpointError(
+                f"{folder} holds {num_read} of the {math.prod(expected)} values of {name}: files are missing",
+                "copy the whole checkpoint, or load another",
+            )
+    return {name: tuple(found.size) for name, found in metadata.items()}
 
 
 def read_into(folder: Path, tensors: dict[str, Tensor]) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
 
 import orjson
 
@@ -81,11 +80,16 @@ class AnswerCache:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="guerdon-answers")
         try:
             make_folder(folder)
-            self._lock = _locked(folder)
+            self._lock = locked(folder / _LOCK)
             self._path = folder / FILE
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
             sync(folder)
             self._size = self._read_all()
+        except BlockingIOError:
+            raise StartError(
+                f"another server keeps its judges' answers in {folder}",
+                "give this one another `cache:`, or stop the other",
+            ) from None
         except OSError as e:
             raise StartError(
                 f"cannot keep answers in {folder}: {e.strerror}", "give a `cache:` folder that can be written"
@@ -160,7 +164,8 @@ class AnswerCache:
         self.spent.setdefault(judge, Spent()).add(answer)
         record = {"key": key.hex(), "judge": judge, **asdict(answer)}
         done = asyncio.get_running_loop().create_future()
-        self._waiting.append((key, _line(orjson.dumps(record)), done))
+        data = orjson.dumps(record)
+        self._waiting.append((key, _HEAD % zlib.crc32(data) + data[1:] + b"\n", done))
         self._start_writer()
         await done
 
@@ -241,19 +246,6 @@ class AnswerCache:
 def _retrieve(task: asyncio.Task[ChatAnswer]) -> None:
     if not task.cancelled():
         task.exception()  # else asyncio would log it if nobody waits any more
-
-
-def _locked(folder: Path) -> TextIO:
-    try:
-        return locked(folder / _LOCK)
-    except BlockingIOError:
-        raise StartError(
-            f"another server keeps its judges' answers in {folder}", "give this one another `cache:`, or stop the other"
-        ) from None
-
-
-def _line(record: bytes) -> bytes:
-    return _HEAD % zlib.crc32(record) + record[1:] + b"\n"
 
 
 def _read(line: bytes) -> tuple[bytes, str, ChatAnswer] | None:

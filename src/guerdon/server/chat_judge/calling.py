@@ -219,8 +219,16 @@ class Asker:
 
     def _check_budget(self) -> None:
         """Raises SampleFailed if the budget does not allow one more call."""
+        budget, spent = self.config.budget, self._cache.spent.get(self._name, Spent())
+        limited = (
+            ("calls", spent.calls + self._num_calling, budget.calls),
+            ("tokens", spent.prompt_tokens + spent.completion_tokens, budget.tokens),
+            ("cost", self.config.cost(spent.prompt_tokens, spent.completion_tokens), budget.cost),
+        )
         shares = [0.0]
-        for what, used, most in self._used():
+        for what, used, most in limited:
+            if most is None:
+                continue
             shares.append(used / most)
             self._metrics.set("guerdon_judge_budget_used", max(shares), self._name)
             if used >= most:
@@ -228,16 +236,6 @@ class Asker:
                     f"{self._name}: its budget is spent: {what} {used:,.10g} of {most:,.10g} since the folder "
                     f"{self.config.cache} was begun; raise budget.{what}, or leave the judge out"
                 )
-
-    def _used(self) -> list[tuple[str, float, float]]:
-        """Returns the used budget and the total."""
-        budget, spent = self.config.budget, self._cache.spent.get(self._name, Spent())
-        all_of_it = (
-            ("calls", spent.calls + self._num_calling, budget.calls),
-            ("tokens", spent.prompt_tokens + spent.completion_tokens, budget.tokens),
-            ("cost", self.config.cost(spent.prompt_tokens, spent.completion_tokens), budget.cost),
-        )
-        return [(what, used, most) for what, used, most in all_of_it if most is not None]
 
     def _count(self, answer: ChatAnswer) -> None:
         self._metrics.add("guerdon_judge_prompt_tokens", answer.prompt_tokens, self._name)

@@ -73,8 +73,10 @@ class CheckpointFolder:
         for name in names:
             if match := _NAME.fullmatch(name):
                 try:
-                    self._all[int(match[1])] = _read_manifest(folder / name)
-                except DamagedCheckpoint as e:
+                    found = read_manifest(folder / name, _MANIFEST)
+                    info = CheckpointInfo(**found["info"])
+                    self._all[int(match[1])] = Checkpoint(info, found["position"], folder / name, found["files"])
+                except (Damaged, KeyError, TypeError) as e:
                     self._set_aside(folder / name, e)
 
     def infos(self) -> list[CheckpointInfo]:
@@ -167,7 +169,7 @@ class CheckpointFolder:
                 except OSError as e:
                     log.warning("cannot remove %s: %s", checkpoint.folder, e)
 
-    def _set_aside(self, folder: Path, why: DamagedCheckpoint) -> None:
+    def _set_aside(self, folder: Path, why: Exception) -> None:
         number = int(folder.name.split("-")[1])
         self._all.pop(number, None)
         self.has_damaged = True
@@ -176,15 +178,6 @@ class CheckpointFolder:
             folder.rename(folder.with_name(DAMAGED + folder.name))
         except OSError as e:
             log.error("cannot rename %s: %s", folder, e)
-
-
-def _read_manifest(folder: Path) -> Checkpoint:
-    """Reads a checkpoint's manifest; raises DamagedCheckpoint."""
-    try:
-        manifest = read_manifest(folder, _MANIFEST)
-        return Checkpoint(CheckpointInfo(**manifest["info"]), manifest["position"], folder, manifest["files"])
-    except (Damaged, KeyError, TypeError) as e:
-        raise DamagedCheckpoint(folder.name, str(e)) from e
 
 
 def _verify(checkpoint: Checkpoint) -> None:

@@ -405,17 +405,13 @@ class Critic:
             self.store.withdraw(position)
             raise
         except BaseException as e:
-            fault = self._broken_by(e)
+            # After any error but a GuerdonError the trainer's progress is unknown: the critic is corrupt.
+            back = "; it comes back as it was before this" if self.store.is_durable else ""
+            self._fault = f"{self.name} has broken down: {describe(e)}; restart it{back}"
+            log.critical("%s", self._fault, exc_info=e)
+            self._show()
             self.store.withdraw(position)
-            raise fault from e
-
-    def _broken_by(self, error: BaseException) -> ServerFault:
-        """Marks the critic as corrupt: after any error but a GuerdonError the trainer's progress is unknown."""
-        back = "; it comes back as it was before this" if self.store.is_durable else ""
-        self._fault = f"{self.name} has broken down: {describe(error)}; restart it{back}"
-        log.critical("%s", self._fault, exc_info=error)
-        self._show()
-        return ServerFault(self._fault)
+            raise ServerFault(self._fault) from e
 
     def _look_for_fault(self) -> None:
         """Copies the reason from the trainer if an error has corrupted the weights."""

@@ -75,7 +75,8 @@ class Receiving:
         """
         if not self._calls.has_room(client, 1):
             raise Overloaded("too many calls wait for their messages; try again", RETRY_AFTER_S)
-        turns = self._turns(client)
+        own = self._own.get(client)
+        turns = self._common if own is None or (self._common.is_free and not own.is_free) else own
         had_to_wait = not turns.is_free
         self._calls.take(client, 1)
         try:
@@ -94,10 +95,6 @@ class Receiving:
         if not isinstance(data, bytes):  # gRPC itself has ended the call if it was too large
             raise InvalidRequest(f"no message came, or one of more than {self._limits.max_body_mb} MiB")
         return data
-
-    def _turns(self, client: str) -> FairTurns:
-        own = self._own.get(client)
-        return self._common if own is None or (self._common.is_free and not own.is_free) else own
 
 
 def end_unread(context: Any, timeout_s: float) -> None:

@@ -375,7 +375,9 @@ class _Front:
                 with message_span(service.traces, SERVICE, sent, _code_number):
                     reply = await self._answer(exchange)
                     held.callback(exchange.release)
-                    return _response(reply)
+                    response = pb.ModelStreamInferResponse(infer_response=reply)
+                    response.infer_response.parameters[_FINAL].bool_param = True
+                    return response
             except Exception as e:
                 kind = type(e)
                 return _refusal(_to_error("ModelStreamInfer", e), exchange.request_id)
@@ -421,13 +423,6 @@ async def _answer_stream(
         with contextlib.ExitStack() as held:
             told = await infer(read, held)
             await write_or_end(context, told, seconds_to_send(told.ByteSize()))
-
-
-def _response(reply: pb.ModelInferResponse) -> pb.ModelStreamInferResponse:
-    """Returns the response that carries the reply."""
-    told = pb.ModelStreamInferResponse(infer_response=reply)
-    told.infer_response.parameters[_FINAL].bool_param = True
-    return told
 
 
 def _refusal(error: GuerdonError, request_id: str) -> pb.ModelStreamInferResponse:

@@ -24,7 +24,7 @@ from guerdon.server.reading import INLINE_BYTES
 from guerdon.settings.config import LimitsConfig
 from guerdon.wire import bodies, kserve, kserve_answers
 from guerdon.wire.bodies import InPieces
-from guerdon.wire.forms.form import Form, FormRequest
+from guerdon.wire.forms.form import Form
 from guerdon.wire.kserve import ServedReply
 
 _BINARY = (b"content-type", b"application/octet-stream")
@@ -110,7 +110,7 @@ class FormExchange:
         self.num_tables = asked.num_tables
         del parse
         # A prompt before many responses makes more text than was sent.
-        visit.reach(_num_characters(asked))
+        visit.reach(0 if asked.request is None else sum(map(len, asked.request.texts or ())))
         name, output = asked.model or name, asked.output or self._form.output
         visit.count_as(self._admission.label(name, output))
         self._visit = visit
@@ -159,7 +159,3 @@ def _body(write: Callable[[], InPieces], visit: Visit, request: HttpRequest) -> 
         num_bytes = sum(map(len, write().pieces))
     visit.keep_bytes()
     return Stream(num_bytes, chain(start, pieces), visit), json_length
-
-
-def _num_characters(asked: FormRequest) -> int:
-    return sum(map(len, asked.request.texts or ())) if asked.request is not None else 0

@@ -105,7 +105,8 @@ class Pages:
             what = dataclasses.replace(what, model=catalog.scored_by(what.model).name)
         if what.beside:
             what = dataclasses.replace(what, beside=catalog.scored_by(what.beside).name)
-        is_packed = _takes_gzip(request)
+        accepted = b",".join(value for name, value in request.scope["headers"] if name == b"accept-encoding")
+        is_packed = any(_GZIP.fullmatch(coding.strip()) for coding in accepted.lower().split(b","))
         headers: Headers = [JSON, *_SAFE, (b"vary", b"accept-encoding")]
         if is_packed:
             headers.append((b"content-encoding", b"gzip"))
@@ -114,7 +115,9 @@ class Pages:
         self._num_waiting[caller.name] += 1
         request.cancel_on_disconnect()
         try:
-            body = await self._snapshot(what, caller, _address(request), is_packed)
+            server = request.scope.get("server")
+            address = None if not server or server[1] is None else f"{server[0]}:{server[1]}"
+            body = await self._snapshot(what, caller, address, is_packed)
         finally:
             self._num_waiting[caller.name] -= 1
         return 200, headers, body
@@ -249,18 +252,6 @@ class _TrialExchange:
 def _written(gathered: snapshot.Gathered, is_packed: bool) -> bytes:
     body = bodies.write(snapshot.make(gathered))
     return gzip.compress(body, compresslevel=1) if is_packed else body
-
-
-def _takes_gzip(request: HttpRequest) -> bool:
-    taken = (
-        b",".join(value for name, value in request.scope["headers"] if name == b"accept-encoding").lower().split(b",")
-    )
-    return any(_GZIP.fullmatch(coding.strip()) for coding in taken)
-
-
-def _address(request: HttpRequest) -> str | None:
-    server = request.scope.get("server")
-    return None if not server or server[1] is None else f"{server[0]}:{server[1]}"
 
 
 def _read_api_file(name: str) -> bytes | None:
