@@ -19,6 +19,8 @@ from guerdon.settings.config import (
     RewardConfig,
     ServerConfig,
     TeacherConfig,
+    TokenRewardConfig,
+    TurnConfig,
 )
 from guerdon.settings.fields import default_of, without_none
 from guerdon.settings.sources import CRITIC_PORTS, grouped_fields, nested_fields
@@ -65,6 +67,18 @@ MODELS = """\
 
 Items of `models:`, or flags of `guerdon serve MODEL` and `guerdon score --model`. Without `kind`, an item is a reward
 model or a function.
+"""
+
+REWARD = """
+## `reward`
+
+In the file only: [a reward that is read from logits](../card_scores.md).
+"""
+
+TURNS = """
+## `turns`
+
+In the file only: [messages that follow every conversation](../card_scores.md#conversations).
 """
 
 TEACHERS = """\
@@ -258,7 +272,12 @@ def pages() -> dict[str, str]:
         ("judges.md", JUDGES, JudgeConfig),
     ):
         shared = None if cls is ModelConfig else ModelConfig
-        texts[name] = [head.rstrip(), *in_the_file_only(cls, "kind", "model"), *by_group(cls, shared)]
+        texts[name] = [
+            head.rstrip(),
+            *in_the_file_only(cls, "kind", "model", "reward", "turns"),
+            *by_group(cls, shared),
+        ]
+    texts["models.md"] += [REWARD, *in_the_file_only(TokenRewardConfig), TURNS, *in_the_file_only(TurnConfig)]
     made = {}
     for name, lines in texts.items():
         title, _, rest = "\n".join(lines).partition("\n\n")

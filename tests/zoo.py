@@ -427,8 +427,8 @@ def tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Pat
     return folder
 
 
-def configure(folder: Path, **settings: Any) -> Path:
-    """Changes the folder's config.json."""
-    path = folder / "config.json"
+def configure(folder: Path, file: str = "config.json", **settings: Any) -> Path:
+    """Changes the folder's config.json, or another JSON file."""
+    path = folder / file
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     return folder

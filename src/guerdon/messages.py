@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -58,6 +59,15 @@ def answered(conversation: Sequence[Message], text: str) -> list[Message]:
         with suppress(InvalidRequest):  # scoring reports what is not text
             return [*conversation[:-1], {**last, "content": _text(last, "the last message") + text}]
     return [*conversation, {"role": "assistant", "content": text}]
+
+
+def with_reference(conversation: Any, label: Any) -> Any:
+    """Returns the conversation with the label as its last message's `reference`, JSON if it is no text."""
+    last = conversation[-1] if isinstance(conversation, list) and conversation else None
+    if not isinstance(last, dict):
+        return conversation
+    reference = label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
+    return [*conversation[:-1], {**last, "reference": reference}]
 
 
 def part_text(part: Any, where: str) -> str:

@@ -54,20 +54,42 @@ class Engine(Forward):
         outputs: list[torch.Tensor] = []
         own = [np.empty(0, dtype=np.int64)] * len(rows)  # each row's indices into all outputs: one, or one a token
         num_outputs = 0
+        ends: dict[int, np.ndarray] = {}
+        if self.head.steps is not None:
+            for s, slot in zip(sequences, slots, strict=True):
+                ends[slot] = np.union1d(ends.get(slot, len(s.tokens) - 1), s.step_ends(self.head.steps.separator_ids))
         with self.no_gradients():
             batches = self.plan(rows, limits, path=path)
             for states in self.run(typed(batches, starts) if self._has_types else batches):
                 if not states.rows:
                     continue
-                for i, row in enumerate(states.rows):
-                    own[row] = num_outputs + (states.gather(i) if self.head.per_token else np.array([i]))
-                outputs.append(self.head(states.hidden if self.head.per_token else self.pool(states, rows)))
+                hidden, places = self.read_states(states, rows, ends)
+                for row, place in zip(states.rows, places, strict=True):
+                    own[row] = num_outputs + place
+                outputs.append(self.head(hidden))
                 num_outputs += len(outputs[-1])
         if not sequences:
             return []
         # Nothing before this line waits for the device.
         logits = torch.cat(outputs).cpu()[torch.from_numpy(np.concatenate([own[slot] for slot in slots]))]
         return to_scores(self.head, logits, sequences)
+
+    def read_states(
+        self, states: HiddenStates, rows: list[np.ndarray], ends: dict[int, np.ndarray]
+    ) -> tuple[torch.Tensor, list[np.ndarray]]:
+        """Returns the states that the head reads, and each row's indices into them: one, or one a token.
+
+        Of a process reward model the head reads only the `ends` of steps; indices of other tokens mean nothing.
+        """
+        if not self.head.per_token:
+            return self.pool(states, rows), [np.array([i]) for i in range(len(states.rows))]
+        tokens = [states.gather(i) for i in range(len(states.rows))]
+        if not ends:
+            return states.hidden, tokens
+        read = np.unique(np.concatenate([own[ends[row]] for own, row in zip(tokens, states.rows, strict=True)]))
+        place = np.zeros(len(states.hidden), np.int64)
+        place[read] = np.arange(len(read))
+        return states.hidden[self.to_device(read)], [place[own] for own in tokens]
 
     def score_plainly(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
         """Scores as transformers runs the model, one sequence at a time: the reference for every path."""

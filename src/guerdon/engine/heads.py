@@ -52,9 +52,9 @@ class RewardHead(nn.Module):
     """The scoring head: a float32 module for hidden states, and the rules that turn its outputs into scores.
 
     `module` maps `[N,H]` to `[N,A]`. A `per_token` head is applied to every token, any other to the state that
-    `pooling` chooses. If `steps` is set, the two outputs are the logits of a wrong and a right step. The reward is the
+    `pooling` chooses. If `steps` is set, two outputs are the logits of a wrong and a right step. The reward is the
     attributes' sum weighted by `weights` (float64 `[A]`), minus `mean`, divided by `std`; so are per-token values.
-    Attributes stay raw outputs, step rewards stay probabilities.
+    Attributes stay raw outputs, step rewards stay probabilities, or what the only output says.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ def _step_scores(head: RewardHead, logits: Tensor, sequences: list[Sequence]) ->
     starts = np.cumsum(lengths) - lengths
     flat = np.concatenate([start + p for start, p in zip(starts, positions, strict=True)])
     chosen = logits[torch.from_numpy(flat)]
-    is_right = torch.softmax(chosen, dim=-1)[:, 1].numpy()
+    is_right = (torch.softmax(chosen, dim=-1) if head.num_outputs == 2 else chosen)[:, -1].numpy()
     results: list[Score | SampleFailed] = []
     for steps in np.split(is_right, np.cumsum([len(p) for p in positions])[:-1]):
         if len(steps) == 0:
@@ -196,6 +196,41 @@ def _failed(what: str, numbers: np.ndarray) -> SampleFailed:
         f"the model's {what} for this sample is not finite: {numbers[bad]}{where}; "
         "if other samples fail likewise, try --dtype float32 or bfloat16"
     )
+
+
+LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
+"""Logits that an output head makes at once, on a CPU 64 MiB in float32; soft caps and scales make up to two copies."""
+
+
+class TokenHead(nn.Module):
+    """A reward that is read from a language model's logits of the tokens `ids`: maps `[N,H]` to `[N,1]`.
+
+    Its `form` is the first token's logit, the difference of two, or the first token's probability, among the given
+    tokens or all. The language model keeps its dtype.
+    """
+
+    def __init__(self, model: Any, output: OutputHead, ids: list[int], form: str, among: str) -> None:
+        super().__init__()
+        self.model, self.output, self.ids, self.form, self.among = model, output, ids, form, among
+
+    def float(self) -> TokenHead:
+        return self
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight = self.model.get_input_embeddings().weight
+        made = []
+        for some in hidden.to(weight.dtype).split(max(1, LOGITS.get(hidden.device.type, 1 << 26) // len(weight))):
+            logits = self.output(some).float()
+            if self.form == "probability" and self.among == "all":
+                logits = torch.softmax(logits, -1)
+            given = logits[:, self.ids]
+            if self.form == "probability" and self.among == "given":
+                given = torch.softmax(given, -1)
+            made.append(given[:, :1] - given[:, 1:] if self.form == "difference" else given[:, :1])
+        return torch.cat(made)
+
+    def __str__(self) -> str:
+        return f"{self.form} of token {' and '.join(map(str, self.ids))}{' among all' * (self.among == 'all')}"
 
 
 class OutputHead:

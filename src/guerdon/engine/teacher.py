@@ -24,16 +24,13 @@ from guerdon.core import Score, Sequence
 from guerdon.engine.checkpoint.language_models import LoadedPolicy
 from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.engine.forward import HiddenStates
-from guerdon.engine.heads import export_head
+from guerdon.engine.heads import LOGITS, export_head
 from guerdon.engine.layers import free_weights
 from guerdon.engine.logprobs import LanguageEngine, entropies_of, row_slices, scale
 from guerdon.engine.microbatches import deduplicate
 from guerdon.engine.self_check import check_finite
 from guerdon.errors import SampleFailed, Unsupported
 from guerdon.teacher_core import HeadFile, LogprobQuery, TokenLogprobs
-
-LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
-"""Logits that the head makes at once, on a CPU 64 MiB in float32; soft caps and scales make up to two copies."""
 
 _PLAIN = LogprobQuery()
 _PROBE = LogprobQuery(start=1, with_next=True)

@@ -12,6 +12,7 @@ from guerdon.core import ScoreRequest, Sequence, Truncation
 from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.kinds.kind import Asks, Kind, Rows, SampleReader, Served, Subcommand, Tokenizer
 from guerdon.kinds.samples import or_nothing
+from guerdon.messages import with_reference
 from guerdon.settings.config import ModelConfig
 from guerdon.settings.sources import read_server_settings
 
@@ -41,7 +42,14 @@ class RewardKind(Kind):
     async def read(
         self, reading: SampleReader, served: Served, request: ScoreRequest, cut: Truncation | None, client: str
     ) -> Asks:
-        """Reads the samples; separators in prompts end no step of the response."""
+        """Reads the samples; separators in prompts end no step of the response.
+
+        A label that conversations are rendered with goes with the last message, as its `reference`.
+        """
+        if served.info.takes_labels and request.messages and request.references:
+            pairs = zip(request.messages, request.references, strict=True)
+            messages = [one if label is None else with_reference(one, label) for one, label in pairs]
+            request = dataclasses.replace(request, messages=messages)
         if not served.info.step_rule or request.tokens is not None or request.steps is not None:
             return await super().read(reading, served, request, cut, client)
         rows, request = await reading.read_samples(served, request, cut, client)

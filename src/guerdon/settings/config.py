@@ -179,7 +179,49 @@ class IsolationConfig:
 
 
 @dataclass
-class ModelConfig(IsolationConfig, EngineConfig):
+class TokenRewardConfig:
+    """A reward that is read from a language model's logits, as some reward models' cards do."""
+
+    ids: list[int] = setting([], "Token ids whose logits are read.")
+    tokens: list[str] = setting([], "The same as texts, each of which is one token.")
+    form: Literal["logit", "difference", "probability"] = setting(
+        "logit", "The first token's logit; that minus the second's; or the first token's probability."
+    )
+    among: Literal["given", "all"] = setting("given", "The tokens that share a probability of 1.")
+
+    def contradictions(self) -> Contradictions:
+        given = self.ids or self.tokens
+        shares = self.form == "probability" and self.among == "given"
+        wanted = 2 if shares or self.form == "difference" else 1
+        if self.ids and self.tokens:
+            yield "ids and tokens are both given", "leave out one of the two"
+        elif len(given) < wanted or (len(given) > wanted and not shares) or len({*given}) < len(given):
+            problem = f"{'ids' if self.ids else 'tokens'} is {given}, and form is {self.form}"
+            yield problem, f"name {wanted}{' or more' if shares else ''} by `ids: [0]` or by `tokens: ['Yes', 'No']`"
+        if self.among == "all" and self.form != "probability":
+            yield f"among is all, and form is {self.form}", "leave it out, or write `form: probability`"
+
+
+@dataclass
+class TurnConfig:
+    """A message that follows every conversation."""
+
+    role: str = setting("user", "Its role.")
+    content: str = setting("", "Its text; {reference} is the sample's label.")
+
+
+@dataclass
+class RenderingConfig:
+    """How conversations are rendered, where that is not as the checkpoint says."""
+
+    chat_template: str | None = setting(None, "Jinja file of a chat template, in place of the checkpoint's own.")
+    system: str | None = setting(None, "System message of conversations that have none; it may be empty.")
+    generation_prompt: bool = setting(False, "End conversations with the template's prompt for an answer.")
+    turns: list[TurnConfig] = setting([], "Messages that follow every conversation.", flag=False)
+
+
+@dataclass
+class ModelConfig(IsolationConfig, RenderingConfig, EngineConfig):
     """One served reward model or scoring function."""
 
     kind: Literal["reward_model"] = setting("reward_model", "Kind of model.", flag=False)
@@ -197,6 +239,9 @@ class ModelConfig(IsolationConfig, EngineConfig):
     step_separator: str | None = setting(None, "Text that ends a step (process reward models).")
     step_reduction: Literal["min", "mean", "last", "product"] = setting(
         "min", "Reduction of step rewards to the sequence's reward."
+    )
+    reward: TokenRewardConfig | None = setting(
+        None, "Read rewards from a language model's logits, at `pooling`, or at each `step_separator`.", flag=False
     )
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -271,16 +272,20 @@ def test_dtensors_are_one_ranks_part(tmp_path: Path) -> None:
     assert f"{folder / 'pytorch_model.bin'} holds DTensors" in str(error) and "full_tensor" in error.help
 
 
-def test_flattened_parameters_of_fsdp(llama: Path) -> None:
-    rewrite(llama, lambda _: {"_fsdp_wrapped_module._flat_param": torch.zeros(100)})
-    error = refused(llama)
-    assert "FSDP has flattened" in str(error) and "FULL_STATE_DICT" in error.help
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
-def test_integers_are_no_weights(llama: Path) -> None:
-    name = "model.layers.0.mlp.up_proj.weight"
-    rewrite(llama, lambda state: state | {name: (state[name] * 100).to(torch.int8)})
-    assert f"quantised weights: {name} has integers" in str(refused(llama))
+@pytest.mark.parametrize(
+    ("change", "what", "remedy"),
+    [
+        (lambda _: {"_fsdp_wrapped_module._flat_param": torch.zeros(9)}, "FSDP has flattened", "FULL_STATE_DICT"),
+        (lambda state: state | {UP: state[UP].to(torch.int8)}, f"quantised weights: {UP} has integers", ""),
+        (lambda state: state | {f"module.{UP}": state[UP] * 2}, f"has {UP} twice: ", ""),
+    ],
+)
+def test_tensors_that_no_model_has(llama: Path, change: Callable[..., Any], what: str, remedy: str) -> None:
+    error = refused(rewrite(llama, change))
+    assert what in str(error) and remedy in error.help
 
 
 def test_a_model_with_adapters_that_nobody_merged(llama: Path) -> None:
@@ -306,18 +311,18 @@ INNER = [
 
 
 @pytest.mark.parametrize(
-    "wrapper", [*WRAPPERS[:4], *(pytest.param(wrapper, marks=pytest.mark.slow) for wrapper in WRAPPERS[4:])]
+    ("wrapper", "inside", "wrapped"),
+    [
+        *((wrapper, "", "") for wrapper in WRAPPERS[:4]),
+        *(pytest.param(wrapper, "", "", marks=pytest.mark.slow) for wrapper in WRAPPERS[4:]),
+        *(("_orig_mod.", inside, wrapped) for inside, wrapped in INNER),
+    ],
 )
-def test_names_of_wrapped_models_are_read(llama: Path, wrapper: str) -> None:
+def test_names_of_wrapped_models_and_parts_are_read(llama: Path, wrapper: str, inside: str, wrapped: str) -> None:
     want = zoo.reference(llama, ROWS)
-    rewrite(llama, lambda state: {f"{wrapper}{name}": tensor for name, tensor in state.items()})
-    np.testing.assert_allclose(rewards(llama), want, atol=1e-5)
-
-
-@pytest.mark.parametrize(("inside", "wrapped"), INNER)
-def test_names_of_wrapped_parts_are_read(llama: Path, inside: str, wrapped: str) -> None:
-    want = zoo.reference(llama, ROWS)
-    rewrite(llama, lambda state: {f"_orig_mod.{n.replace(inside, wrapped)}": t for n, t in state.items()})
+    rewrite(
+        llama, lambda state: {f"{wrapper}{n.replace(inside, wrapped) if inside else n}": t for n, t in state.items()}
+    )
     np.testing.assert_allclose(rewards(llama), want, atol=1e-5)
 
 
@@ -336,13 +341,6 @@ def test_a_wrapped_language_model(tmp_path: Path) -> None:
     rewrite(folder, lambda state: {f"_orig_mod.{n}": t for n, t in state.items()})
     got = load_policy(LanguageModelConfig(model=str(folder))).model.state_dict()
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
-
-
-def test_two_tensors_of_one_name_are_refused(llama: Path) -> None:
-    name = "model.layers.1.mlp.up_proj.weight"
-    rewrite(llama, lambda state: state | {f"module.{name}": state[name] * 2})
-    error = refused(llama)
-    assert f"has {name} twice: " in str(error) and f"module.{name} in model.safetensors" in str(error)
 
 
 def test_a_tensor_in_two_files_is_refused(llama: Path) -> None:
@@ -366,11 +364,12 @@ def test_no_served_architecture_has_a_module_by_the_name_of_a_wrapper() -> None:
 # ------------------------------------------------------------------------------------------------ configs
 
 
-@pytest.mark.parametrize("key", ["quantization_config", "compression_config", "quantization"])
 @pytest.mark.parametrize("value", [None, {}])
-def test_a_quantisation_of_nothing_is_none(llama: Path, key: str, value: object) -> None:
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config", "quantization", "architectures"])
+def test_a_quantisation_of_nothing_and_an_architecture_that_is_no_list(llama: Path, key: str, value: object) -> None:
     want = zoo.reference(llama, ROWS)
-    np.testing.assert_allclose(rewards(zoo.configure(llama, **{key: value})), want, atol=1e-5)
+    settings = {key: "LlamaForSequenceClassification" if key == "architectures" else value}
+    np.testing.assert_allclose(rewards(zoo.configure(llama, **settings)), want, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -392,6 +391,7 @@ def test_quantised_models_are_named_with_their_method(llama: Path, settings: dic
     ("text", "what"),
     [
         ("{}", "config.json has no model_type"),
+        ("{", "is not valid JSON"),
         ("[]", "is not a JSON object"),
         ("null", "is not a JSON object"),
         ('{"model_type": null}', "config.json has no model_type"),
@@ -419,13 +419,6 @@ def test_without_architectures_a_head_that_says_itself_what_it_is(tmp_path: Path
     folder = zoo.checkpoint("gpt2", tmp_path, kind)
     want = zoo.reference(folder, ROWS)
     np.testing.assert_allclose(rewards(zoo.configure(folder, architectures=None)), want, atol=1e-5)
-
-
-def test_one_architecture_that_is_no_list(llama: Path) -> None:
-    want = zoo.reference(llama, ROWS)
-    np.testing.assert_allclose(
-        rewards(zoo.configure(llama, architectures="LlamaForSequenceClassification")), want, atol=1e-5
-    )
 
 
 def test_a_file_that_may_not_be_read(llama: Path) -> None:

@@ -1,6 +1,7 @@
 """Adapters served by merging: the same numbers as of peft's unmerged model, one sequence at a time."""
 
 import dataclasses
+import functools
 import json
 import shutil
 import sys
@@ -210,8 +211,7 @@ def test_the_padding_token_of_the_adapters_tokenizer_counts(tmp_path: Path) -> N
     rows = [np.append(row, zoo.EOS) for row in ROWS]
     np.testing.assert_allclose(rewards(tmp_path / "adapter", rows), np.ravel(outputs(model, rows)), atol=1e-5)
     zoo.tokenizer(tmp_path / "adapter")
-    path = tmp_path / "adapter" / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": "</s>"}))
+    zoo.configure(tmp_path / "adapter", "tokenizer_config.json", pad_token="</s>")
     model.config.pad_token_id = zoo.EOS
     want = np.ravel(outputs(model, rows))
     np.testing.assert_allclose(rewards(tmp_path / "adapter", rows), want, atol=1e-5)
@@ -303,8 +303,7 @@ def test_a_language_model_with_more_tokens(tied: bool, tmp_path: Path) -> None:
 def test_an_adapter_on_an_adapter(tmp_path: Path) -> None:
     base = zoo.language_model("llama", tmp_path / "base")
     adapted(base, lora(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "sft")
-    path = tmp_path / "sft" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "../base"}))
+    configure(tmp_path / "sft", base_model_name_or_path="../base")
     first = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "sft")
     first.merge_and_unload().save_pretrained(tmp_path / "merged")
     model = adapted(tmp_path / "merged", lora(target_modules="all-linear"))
@@ -332,10 +331,7 @@ def adapter(saved: Path, tmp_path: Path) -> Path:
     return configure(tmp_path / "adapter", base_model_name_or_path=str(tmp_path / "base"))
 
 
-def configure(adapter: Path, **settings: object) -> Path:
-    path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    return adapter
+configure = functools.partial(zoo.configure, file="adapter_config.json")
 
 
 def test_the_base_is_found_by_the_adapters_file_or_given(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,10 +513,7 @@ def test_a_config_beside_an_adapter_is_of_no_weight(adapter: Path) -> None:
 
 
 def test_a_quantised_base_is_told_with_the_way_out(adapter: Path) -> None:
-    path = adapter.parent / "base" / "config.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}})
-    )
+    zoo.configure(adapter.parent / "base", quantization_config={"quant_method": "bitsandbytes"})
     error = refused(adapter)
     assert "is quantised (bitsandbytes)" in str(error) and "--base" in error.help
 
@@ -534,6 +527,7 @@ def test_a_quantised_base_is_told_with_the_way_out(adapter: Path) -> None:
         ({"init_lora_weights": "pissa_niter_4"}, "at random (pissa_niter_4)"),
         ({"alora_invocation_tokens": [5, 6]}, "peft cannot merge"),
         ({"layer_replication": [[0, 2], [1, 2]]}, ""),
+        ({"r": 8}, "peft cannot merge"),
     ],
 )
 def test_settings_that_cannot_be_merged(adapter: Path, settings: dict[str, object], what: str) -> None:

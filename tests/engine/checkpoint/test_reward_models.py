@@ -14,7 +14,7 @@ from guerdon.core import Score, Sequence
 from guerdon.engine.checkpoint import stored
 from guerdon.engine.checkpoint.reward_models import LoadedModel, load_reward_model
 from guerdon.engine.checkpoint.stored import open_checkpoint
-from guerdon.engine.heads import to_scores
+from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ModelConfig
 
@@ -25,45 +25,19 @@ def load(folder: Path, **settings: Any) -> LoadedModel:
     return load_reward_model(ModelConfig(model=str(folder), **settings))
 
 
-@torch.inference_mode()
 def score(loaded: LoadedModel, rows: list[np.ndarray], **more: Any) -> list[Score]:
-    """The scores of each sequence by itself: plain trunk, pooling, head, `to_scores`."""
-    sequences = [Sequence(row, **more) for row in rows]
-    states = [loaded.trunk(input_ids=torch.from_numpy(row)[None]).last_hidden_state[0] for row in rows]
-    if loaded.head.per_token:
-        return to_scores(loaded.head, torch.cat([loaded.head(h) for h in states]), sequences)
-    if loaded.head.pooling == "mean":
-        pooled = torch.stack([h.float().mean(0) for h in states])
-    else:
-        positions = loaded.head.positions(rows)
-        pooled = torch.stack([h[i] for h, i in zip(states, positions, strict=True)])
-    return to_scores(loaded.head, loaded.head(pooled), sequences)
+    engine = Engine(loaded)
+    scores = engine.score([Sequence(row, **more) for row in rows])
+    engine.use("single")  # the trunk may be asked again
+    return scores
 
 
 def assert_equals_reference(scores: list[Score], reference: np.ndarray) -> None:
     np.testing.assert_allclose([s.reward for s in scores], reference, atol=1e-4 * reference.std(), rtol=0)
 
 
-def edit_config(folder: Path, **settings: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-
-
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_every_architecture_scores_as_transformers_does(name: str, tmp_path: Path) -> None:
-    folder = zoo.checkpoint(name, tmp_path)
-    loaded = load(folder, name="rm")
-    assert_equals_reference(score(loaded, ROWS), zoo.reference(folder, ROWS))
-    assert loaded.causal == (name not in zoo.ENCODERS)
-    by_mask = loaded.info.kind == "value-head"  # transformers has no class for it
-    assert loaded.head.pooling == ("first" if not loaded.causal else "last" if by_mask else "last_non_pad")
-    info = loaded.info
-    assert (info.name, info.outputs, info.vocab_size, info.dtype) == ("rm", ("rewards",), zoo.VOCAB_SIZE, "float32")
-    assert info.max_length == {"falcon": 2048, "mamba": None}.get(name, zoo.MAX_LENGTH)
-
-
 @pytest.mark.parametrize("kind", ["trlx", "trlx-critic", "trl", "openrlhf", "openrlhf-critic"])
-@pytest.mark.parametrize("name", ["llama", "gpt-neox", "gptj"])
+@pytest.mark.parametrize("name", ["llama", "gpt-neox", "gptj", "gpt2"])
 def test_value_heads_of_every_library(name: str, kind: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path, kind)
     loaded = load(folder)
@@ -78,17 +52,17 @@ def test_value_heads_of_every_library(name: str, kind: str, tmp_path: Path) -> N
         np.testing.assert_allclose(made.values, expected[:, 0], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2", "bert", "roberta", "modernbert", "deberta-v2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "bert", "roberta", "modernbert", "deberta-v2"])
 def test_token_classification_with_one_label_gives_values(name: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path, "tokcls")
-    loaded = load(folder)
+    loaded, rows = load(folder, max_batch_tokens=150), zoo.rows()
     assert (loaded.info.kind, loaded.info.outputs) == ("token-classification", ("rewards", "values"))
-    for made, expected in zip(score(loaded, ROWS), zoo.reference_tokens(folder, ROWS), strict=True):
-        np.testing.assert_allclose(made.values, expected[:, 0], atol=1e-5)
+    for made, expected in zip(score(loaded, rows), zoo.reference_tokens(folder, rows), strict=True):
+        np.testing.assert_allclose(made.values, expected[:, 0], atol=2e-5)
         assert made.reward == made.values[-1]
 
 
-@pytest.mark.parametrize("name", ["qwen2", "deberta-v2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "deberta-v2"])
 def test_token_classification_with_two_labels_rewards_steps(name: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path, "tokcls", num_labels=2)
     loaded = load(folder, step_reduction="last")
@@ -128,7 +102,7 @@ def test_qwens_process_reward_model_with_its_two_layers(tmp_path: Path) -> None:
     )
     save_file(state | {f"score.{n}": t for n, t in layers.state_dict().items()}, folder / "model.safetensors")
     # Its own class comes as code in the repository, which is neither needed nor run.
-    edit_config(
+    zoo.configure(
         folder,
         architectures=["Qwen2ForProcessRewardModel"],
         auto_map={"AutoModel": "modeling_qwen2_rm.Qwen2ForProcessRewardModel"},
@@ -166,9 +140,9 @@ def test_openrlhfs_own_head_name_and_its_standardisation(tmp_path: Path) -> None
     folder = zoo.checkpoint("llama", tmp_path, "openrlhf", value_head_prefix="reward_head")
     reference = zoo.reference(folder, ROWS)
     # Every checkpoint it evaluated has these two; its server uses them when told to normalise.
-    edit_config(folder, mean=0.5, std=4.0)
+    zoo.configure(folder, mean=0.5, std=4.0)
     assert_equals_reference(score(load(folder), ROWS), reference)
-    edit_config(folder, normalize_reward=True)
+    zoo.configure(folder, normalize_reward=True)
     assert_equals_reference(score(load(folder), ROWS), (reference - 0.5) / 4)
     assert_equals_reference(score(load(folder, mean=0.0, std=1.0), ROWS), reference)
 

@@ -83,7 +83,8 @@ def find_head(checkpoint: StoredCheckpoint, config: Any) -> HeadLayout:
     raise CheckpointError(
         f"{checkpoint.folder} holds a {architecture or config.model_type} without a reward head "
         f"(no {', '.join(prefixes)} among its tensors)",
-        "give a reward model's checkpoint; if the head has another name, set value_head_prefix in config.json",
+        "give a reward model's checkpoint; if the head has another name, set value_head_prefix in config.json; if the "
+        "reward is read from logits, say so by `reward:` in a YAML file",
     )
 
 

@@ -14,12 +14,14 @@ from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoint.loading import loading_on, place
 from guerdon.engine.checkpoint.model_config import NO_LANGUAGE_MODEL, find_max_length, find_pad
 from guerdon.engine.checkpoint.placement import dtype_name
+from guerdon.engine.checkpoint.stored import StoredCheckpoint
+from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.engine.checkpoint.tokenizer_files import load_tokenizer
-from guerdon.engine.checkpoint.weights import LoadedTrunk, build_model
+from guerdon.engine.checkpoint.weights import LoadedTrunk, ModelParts, build_model
 from guerdon.engine.fsdp import fsdp_of
-from guerdon.engine.heads import OutputHead
-from guerdon.errors import CheckpointError
-from guerdon.settings.config import LanguageModelConfig
+from guerdon.engine.heads import OutputHead, TokenHead
+from guerdon.errors import CheckpointError, ConfigError
+from guerdon.settings.config import LanguageModelConfig, ModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -84,15 +86,8 @@ def load_policy(
         version = loading.weights_version(checkpoint, config.model)
     if generation is not None:
         model.generation_config = generation
-    # Not `base_model`: that of some classes is another module, or themselves.
-    base_class = MODEL_MAPPING[type(model.config)]
-    named = next((pair for pair in model.named_children() if isinstance(pair[1], base_class)), None)
-    if named is None:
-        raise CheckpointError(
-            f"a {type(model).__name__} does not contain the {base_class.__name__} that its logits are computed from",
-            NO_LANGUAGE_MODEL,
-        )
-    prefix, trunk = f"{named[0]}.", named[1]
+    name, trunk = _find_trunk(model)
+    prefix = f"{name}."
     summed: frozenset[str] = getattr(model, "summed_over_tensor_ranks", frozenset())
     fsdp = fsdp_of(model, ranks)
     vocab_size = model.get_input_embeddings().num_embeddings
@@ -124,6 +119,70 @@ def load_policy(
         fsdp=fsdp,
         summed_over_tensor_ranks=frozenset(name.removeprefix(prefix) for name in summed if name.startswith(prefix)),
     )
+
+
+def load_token_head(
+    config: ModelConfig,
+    checkpoint: StoredCheckpoint,
+    model_config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: Ranks,
+    encoder: TextEncoder | None,
+) -> ModelParts:
+    """Loads a language model whose logits give rewards, as `config.reward` says.
+
+    Raises CheckpointError as `load_policy`, and ConfigError if a token that is named is none of the model's.
+    """
+    reward = config.reward
+    assert reward is not None
+    ids = [*reward.ids]
+    for text in reward.tokens:
+        own = () if encoder is None else encoder.separator_ids(text)
+        if len(own) != 1:
+            why = f"{len(own)} tokens, {[*own]}" if encoder is not None else "unknown: the checkpoint has no tokenizer"
+            raise ConfigError(f"reward.tokens has {text!r}, which is {why}", "name one token, or give its `ids`")
+        ids += own
+    vocab_size = model_config.get_text_config().vocab_size
+    if strange := [token for token in ids if not 0 <= token < vocab_size]:
+        raise ConfigError(
+            f"reward reads the token {strange[0]}, and the model has the ids 0 to {vocab_size - 1}",
+            "name ids of its own tokenizer",
+        )
+    mark = config.step_separator
+    if mark is not None and encoder is not None:
+        own = encoder.separator_ids(mark)
+        if len(own) > 1 and not encoder.is_added(own[0]):
+            raise ConfigError(
+                f"step_separator is {mark!r}, which is {len(own)} tokens, {[*own]}, and may be others in a text",
+                "give a mark of one token, or one that begins with a special token",
+            )
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+    model = place(build_model(model_class, model_config, checkpoint.tensors, dtype, ranks), device, ranks).eval()
+    _, trunk = _find_trunk(model)
+    head = TokenHead(model, OutputHead(model, trunk, checkpoint.folder), ids, reward.form, reward.among)
+    return ModelParts(
+        trunk=trunk,
+        module=head,
+        num_outputs=1,
+        pooling="last",
+        kind="token-reward",
+        per_token=mark is not None,
+        is_process_reward=mark is not None,
+    )
+
+
+def _find_trunk(model: Any) -> tuple[str, Any]:
+    """Returns the name and the module that ends in hidden states; raises CheckpointError if there is none."""
+    # Not `base_model`: that of some classes is another module, or themselves.
+    base_class = MODEL_MAPPING[type(model.config)]
+    named = next((pair for pair in model.named_children() if isinstance(pair[1], base_class)), None)
+    if named is None:
+        raise CheckpointError(
+            f"a {type(model).__name__} does not contain the {base_class.__name__} that its logits are computed from",
+            NO_LANGUAGE_MODEL,
+        )
+    return named
 
 
 def _eos_token_ids(

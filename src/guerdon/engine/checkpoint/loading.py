@@ -121,5 +121,5 @@ def place(model: Any, device: torch.device, ranks: Ranks) -> Any:
     if not ranks.is_sharded:
         return model.to(device)
     # Keep it out of the config.json that a trainer writes.
-    del model.config.distributed_config
+    vars(model.config).pop("distributed_config", None)
     return model

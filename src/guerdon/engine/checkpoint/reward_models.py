@@ -16,6 +16,7 @@ from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoint.decoders import load_decoder
 from guerdon.engine.checkpoint.encoders import SEQUENCE_HEADS, load_encoder
+from guerdon.engine.checkpoint.language_models import load_token_head
 from guerdon.engine.checkpoint.loading import loading_on, place
 from guerdon.engine.checkpoint.model_config import find_eos, find_max_length, find_own_pad, find_pad
 from guerdon.engine.checkpoint.placement import dtype_name
@@ -64,11 +65,14 @@ def load_reward_model(
     """
     ranks = ranks if trains else ranks.frozen()
     with loading_on(ranks) as loading:
-        opened = loading.open(config, device, moment_bytes, for_text=False)
+        opened = loading.open(config, device, moment_bytes, for_text=config.reward is not None)
         checkpoint, model_config, device, dtype = opened
-        encoder = TextEncoder.load(checkpoint.text_folder, warns=ranks.is_leader)
+        encoder = TextEncoder.load(checkpoint.text_folder, warns=ranks.is_leader, rendering=config)
         causal = model_config.model_type not in SEQUENCE_HEADS
-        parts = (load_decoder if causal else load_encoder)(checkpoint, model_config, dtype, ranks)
+        if config.reward is not None:
+            parts = load_token_head(config, checkpoint, model_config, dtype, device, ranks, encoder)
+        else:
+            parts = (load_decoder if causal else load_encoder)(checkpoint, model_config, dtype, ranks)
         eos_token_id = find_eos(model_config, encoder)
         vocab_size = parts.trunk.get_input_embeddings().num_embeddings
         head = _head(config, checkpoint, parts, encoder, eos_token_id, find_own_pad(model_config, vocab_size))
@@ -239,6 +243,7 @@ def describe(
         takes_messages=encoder is not None and encoder.takes_messages,
         # Truncation on the right has to leave something after the prompt.
         takes_prompts=reads_pairs or (encoder is not None and (steps is not None or config.truncation == "right")),
+        takes_labels=encoder is not None and encoder.takes_reference,
         reads_pairs=reads_pairs,
         weights_version=weights_version,
         dtype=dtype_name(dtype),
@@ -249,6 +254,6 @@ def describe(
         step_separator_ids=() if steps is None else steps.separator_ids,
         vocabulary="" if encoder is None else encoder.all_tokens_digest(),
         tokenizer="" if encoder is None else encoder.identity(),
-        proofs=() if encoder is None else encoder.proofs,
+        proofs=(*(encoder.proofs if encoder else ()), *([f"rewards: {parts.module}"] if config.reward else ())),
         ending="" if encoder is None else encoder.reported_ending(),
     )

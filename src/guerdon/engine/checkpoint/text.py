@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import re
 import threading
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as ListLike
@@ -18,9 +20,10 @@ from guerdon.engine.checkpoint import cuts
 from guerdon.engine.checkpoint.pair_template import PairTemplate, longest_first
 from guerdon.engine.checkpoint.token_texts import UNFINISHED, TokenTexts
 from guerdon.engine.checkpoint.tokenizer_files import load_tokenizer
-from guerdon.errors import InvalidRequest
+from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.memory import trim
 from guerdon.messages import plain
+from guerdon.settings.config import RenderingConfig
 from guerdon.vocabulary import identity
 
 RowT = TypeVar("RowT", list[int], np.ndarray)
@@ -41,6 +44,10 @@ _RENDERING = 1024
 _TRIMMED = 16 * cuts.PIECE
 """After longer texts, in characters, free memory is returned to the kernel, which blocks concurrent allocations."""
 
+_AS_STORED = RenderingConfig()
+_REFERENCE = "{reference}"
+_TRIED: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "reference": ""}]
+
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 _MOST_OF_A_CHARACTER = 4
@@ -53,10 +60,14 @@ _LONGEST_SILENCE = 32
 class TextEncoder:
     """A tokenizer that adds nothing by default; thread-safe."""
 
-    def __init__(self, tokenizer: Any, proofs: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Any, proofs: tuple[str, ...] = (), rendering: RenderingConfig = _AS_STORED) -> None:
         """`proofs` are those of `load_tokenizer`."""
-        self._tokenizer, self.proofs = tokenizer, proofs
+        self._tokenizer, self.proofs, self._rendering = tokenizer, proofs, rendering
         self._fast = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        self.takes_reference = any(_REFERENCE in turn.content for turn in rendering.turns) or bool(
+            re.search(r"\.reference\b|\['reference'\]", self.chat_template)
+        )
+        """Whether a turn or the template writes a sample's label."""
         self._lock = threading.Lock()
         self._texts: dict[int, str] = {}
         self._told: TokenTexts | None = None
@@ -98,10 +109,24 @@ class TextEncoder:
         return "" if isinstance(found, InvalidRequest) else found.to_json()
 
     @classmethod
-    def load(cls, folder: Path, *, warns: bool = True) -> TextEncoder | None:
-        """Returns the folder's tokenizer, None if there is none; warns and raises as `load_tokenizer`."""
-        tokenizer, proofs = load_tokenizer(folder, warns=warns)
-        return None if tokenizer is None else cls(tokenizer, proofs)
+    def load(cls, folder: Path, *, warns: bool = True, rendering: RenderingConfig = _AS_STORED) -> TextEncoder | None:
+        """Returns the folder's tokenizer, None if there is none; warns and raises as `load_tokenizer`.
+
+        Raises ConfigError if conversations cannot be rendered as `rendering` says.
+        """
+        try:
+            template = None if (path := rendering.chat_template) is None else Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"chat_template {path} cannot be read: {e}", "name a file with a Jinja template") from e
+        tokenizer, proofs = load_tokenizer(folder, warns=warns, chat_template=template)
+        made = None if tokenizer is None else cls(tokenizer, proofs, rendering)
+        if any(getattr(rendering, name) != value for name, value in dataclasses.asdict(_AS_STORED).items()):
+            if made is None or not made.takes_messages:
+                advice = "give `chat_template`, or leave out system, turns and generation_prompt"
+                raise ConfigError(f"{folder} has no chat template to render conversations by", advice)
+            if isinstance(refusal := made.render(_TRIED), InvalidRequest):
+                raise ConfigError(f"conversations cannot be rendered as the settings say: {refusal}", "correct them")
+        return made
 
     @property
     def takes_messages(self) -> bool:
@@ -131,6 +156,10 @@ class TextEncoder:
     def has_token(self, text: str) -> bool:
         """Whether `text` is a single token of the vocabulary."""
         return text in self._tokenizer.get_vocab()
+
+    def is_added(self, token: int) -> bool:
+        """Whether the token is cut out of a text first, so that it never merges with what stands before it."""
+        return token in self._tokenizer.added_tokens_decoder
 
     def separator_ids(self, text: str) -> tuple[int, ...]:
         """Returns the tokens of a step separator alone, as TRL's PRM trainer appends them to each step."""
@@ -487,6 +516,16 @@ class TextEncoder:
 
         try:
             conversation = plain(conversation)
+            wanted, said = self._rendering, conversation[-1].get("reference")
+            if wanted.system is not None and conversation[0]["role"] != "system":
+                conversation = [{"role": "system", "content": wanted.system}, *conversation]
+            if not is_prompt and self.takes_reference and not isinstance(said, str):
+                raise InvalidRequest(
+                    "the conversation is rendered with a reference, and this sample's label was not sent: send "
+                    "`labels` beside the messages"
+                )
+            for turn in () if is_prompt else wanted.turns:
+                conversation.append({"role": turn.role, "content": turn.content.replace(_REFERENCE, said or "")})
             if is_prompt and not self.takes_messages:
                 raise InvalidRequest("the tokenizer has no chat template")
             if continues is None:
@@ -494,7 +533,7 @@ class TextEncoder:
             return self._tokenizer.apply_chat_template(
                 conversation,
                 tokenize=False,
-                add_generation_prompt=is_prompt and not continues,
+                add_generation_prompt=(is_prompt or wanted.generation_prompt) and not continues,
                 continue_final_message=continues,
                 **variables,
             )

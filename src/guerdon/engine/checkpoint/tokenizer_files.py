@@ -53,14 +53,17 @@ class FolderTokenizer(NamedTuple):
     proofs: tuple[str, ...]
 
 
-def load_tokenizer(folder: Path, *, warns: bool = True) -> FolderTokenizer:
+def load_tokenizer(folder: Path, *, warns: bool = True, chat_template: str | None = None) -> FolderTokenizer:
     """Returns the folder's tokenizer, proved; raises CheckpointError if it is broken or gives other ids than its file.
 
-    With `warns` it logs a warning if the chat template prints what changes, such as the date.
+    `chat_template` replaces its own. With `warns` it logs a warning if the chat template prints what changes, such as
+    the date.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return FolderTokenizer(None, ())
     tokenizer, proof = _load(folder)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     if not tokenizer.chat_template:
         return FolderTokenizer(tokenizer, (proof,))
     if (found := find_dependence(tokenizer)) and warns:
