@@ -29,7 +29,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from guerdon.assembly import build_scorer
 from guerdon.core import Sequence
-from guerdon.engine import linear
+from guerdon.engine import onednn
 from guerdon.engine.packing import PackedBatch, pack
 from guerdon.settings.config import ModelConfig
 from report import machine
@@ -145,7 +145,7 @@ def steady_s(run: Callable[[], Any], least_s: float = 0.04) -> float:
 
 
 def product_s(product: Product, dtype: torch.dtype, device: str) -> float:
-    """Returns the seconds of a product by a linear layer's weight: on a CPU oneDNN's, by `engine.linear`.
+    """Returns the seconds of a product by a linear layer's weight: on a CPU oneDNN's, by `engine.onednn`.
 
     On AMD's processors it is more than twice as fast as `torch.mm`, which is MKL's there.
     """
@@ -153,7 +153,7 @@ def product_s(product: Product, dtype: torch.dtype, device: str) -> float:
     left, weight = (torch.randn(size, dtype=dtype, device=device) for size in ((m, k), (n, k)))
     if device == "cpu":
         with torch.inference_mode():
-            return steady_s(lambda: linear.product(left, weight, None))
+            return steady_s(lambda: onednn.product(left, weight, None))
     out = torch.empty(m, n, dtype=dtype, device=device)
     return steady_s(lambda: torch.mm(left, weight.t(), out=out))
 

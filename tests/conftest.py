@@ -34,7 +34,7 @@ LONGEST = [
     "training/test_training_ranks.py", "actor/test_training_run.py", "test_examples.py", "browser/test_page_content.py",
     "test_ranks_served.py", "test_actor_killed.py", "engine/test_engine_ranks.py", "browser/test_page_states.py",
     "engine/test_host.py", "test_critic_killed.py", "server/front/test_flood.py", "docs/test_blocks.py",
-    "actor/test_actor_ranks.py", "client/test_failures.py", "engine/test_row_products.py", "distributed/test_pulse.py",
+    "actor/test_actor_ranks.py", "client/test_failures.py", "engine/test_caught_calls.py", "distributed/test_pulse.py",
     "docs/test_trainer_blocks.py", "server/critic/test_critic_stopped.py", "actor/test_reinforce.py",
 ]  # fmt: skip
 """Files with few, long tests: they run first, lest one of them runs on alone when all others are done."""

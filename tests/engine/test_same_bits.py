@@ -106,9 +106,9 @@ def test_a_model_that_cannot_says_why(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "bits may change with the batch: no compiler" in scorer.info.proofs
     monkeypatch.undo()
     plain = torch.nn.functional.linear
-    monkeypatch.setattr("guerdon.engine.linear.product", plain)  # of any number of rows, by MKL
-    monkeypatch.setattr("guerdon.engine.row_products.product", plain)
-    monkeypatch.setattr("guerdon.engine.fewer_passes.linear.REPLACEMENTS", {})
+    monkeypatch.setattr("guerdon.engine.onednn.product", plain)  # of any number of rows, by MKL
+    monkeypatch.setattr("guerdon.engine.caught_calls.product", plain)
+    monkeypatch.setattr("guerdon.engine.fewer_passes.onednn.REPLACEMENTS", {})
     scorer = build_scorer(ModelConfig(model=folder))
     (said,) = [proof for proof in scorer.info.proofs if "bits" in proof]
     assert "sequences have others in another one" in said

@@ -420,7 +420,7 @@ def _check_cpu(torch: Any) -> Iterator[Finding]:
     """Reports the memory, and measures products: processors without units for half precision are slow with it."""
     from guerdon.engine.checkpoint import placement
     from guerdon.engine.native.library import find
-    from guerdon.engine.products import flops_per_second
+    from guerdon.engine.product_speed import flops_per_second
 
     free = placement._host_bytes()
     yield ok("memory", "unknown on this platform" if free is None else f"{free / 2**30:.1f} GiB free for models")

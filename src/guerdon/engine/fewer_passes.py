@@ -25,7 +25,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama as known
 
-from guerdon.engine import linear
+from guerdon.engine import onednn
 from guerdon.engine.native import passes
 
 _ROTARY = "apply_rotary_pos_emb"
@@ -111,13 +111,13 @@ def _made_for(trunk: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
             yield module, gated
         elif _rotates_as_known(own) and _rotations_agree():
             yield module, _with_rotated(own)
-        elif own is type(module).forward and linear.replacement(module) is not None:
-            yield module, linear.replacement(module)  # tensor parallelism gives layers a forward of their own
+        elif own is type(module).forward and onednn.replacement(module) is not None:
+            yield module, onednn.replacement(module)  # tensor parallelism gives layers a forward of their own
 
 
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
 _GELU = (type(ACT2FN["gelu_pytorch_tanh"]),)
-_OURS: set[Any] = {norm, gated, *linear.REPLACEMENTS.values()}
+_OURS: set[Any] = {norm, gated, *onednn.REPLACEMENTS.values()}
 
 
 @functools.cache

@@ -22,13 +22,13 @@ import numpy as np
 import torch
 
 from guerdon.engine.attention import registry
+from guerdon.engine.caught_calls import RowProducts
 from guerdon.engine.checkpoint.weights import LoadedTrunk
 from guerdon.engine.fallback import Fallback
 from guerdon.engine.fewer_passes import FewerPasses
 from guerdon.engine.layers import LastLayer, watch_layers
 from guerdon.engine.microbatches import Batcher, MicroBatch, to_device
 from guerdon.engine.packing import Span, indices
-from guerdon.engine.row_products import RowProducts
 
 MAX_BATCH_TOKENS = {"cpu": 8192, "cuda": 16384}
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from guerdon.core import Score, Sequence
+from guerdon.engine.caught_calls import RowProducts
 from guerdon.engine.fsdp import NOT_SHARDED, Fsdp, shallow_copy
-from guerdon.engine.linear import with_row_products
 from guerdon.engine.microbatches import to_device
-from guerdon.engine.row_products import RowProducts
+from guerdon.engine.onednn import with_row_products
 from guerdon.errors import CheckpointError, SampleFailed, Unsupported
 from guerdon.teacher_core import HeadFile
 

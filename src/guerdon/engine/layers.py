@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from guerdon.engine import row_products
+from guerdon.engine import caught_calls
 from guerdon.engine.attention import registry
 
 
@@ -67,7 +67,7 @@ def _recompute(layer: Any) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        batch, products = registry.attended(), row_products.again()
+        batch, products = registry.attended(), caught_calls.again()
 
         def again(*args: Any, **kwargs: Any) -> Any:
             # On a GPU the recomputation runs in autograd's thread, and always after `attending` has ended.

@@ -15,7 +15,7 @@ from guerdon.engine.checkpoint.model_config import check_generates, read_config
 from guerdon.engine.checkpoint.placement import check_memory, pick_device, pick_dtype
 from guerdon.engine.checkpoint.stored import StoredCheckpoint, digest_of, open_checkpoint
 from guerdon.engine.host import keep_freed
-from guerdon.engine.products import say_if_other_is_faster
+from guerdon.engine.product_speed import say_if_other_is_faster
 from guerdon.errors import CheckpointError
 from guerdon.settings.config import LanguageModelConfig, ModelConfig
 

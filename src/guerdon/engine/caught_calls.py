@@ -1,7 +1,7 @@
 """Catches products and activations in modules' own code, so that a row's bits never depend on the number of rows.
 
 Experts, routers and heads multiply by `matmul`, `bmm` or `F.linear` in code of their own. Inside `RowProducts` these
-go by `linear.product`, as those of linear layers do, and activations by `passes`. Every other operator is PyTorch's.
+go by `onednn.product`, as those of linear layers do, and activations by `passes`. Every other operator is PyTorch's.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from guerdon.engine.linear import product
 from guerdon.engine.native import passes
+from guerdon.engine.onednn import product
 
 _active: ContextVar[RowProducts | None] = ContextVar("guerdon_row_products", default=None)
 
@@ -30,7 +30,7 @@ def again() -> contextlib.AbstractContextManager[Any]:
 
 
 class RowProducts(TorchFunctionMode):
-    """Inside the context products of rows by weights go by `linear.product`, and activations by `passes.activated`.
+    """Inside the context products of rows by weights go by `onednn.product`, and activations by `passes.activated`.
 
     `caught` says whether there has been one. Each operator inside takes a little longer to call.
     """

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zoo
+from guerdon.engine.caught_calls import RowProducts
 from guerdon.engine.native.library import find
-from guerdon.engine.products import flops_per_second, say_if_other_is_faster
-from guerdon.engine.row_products import RowProducts
+from guerdon.engine.product_speed import flops_per_second, say_if_other_is_faster
 
 
 def numbers(*shape: int) -> Tensor:

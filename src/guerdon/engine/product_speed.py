@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from guerdon.engine import linear
+from guerdon.engine import onednn
 
 _SHAPE = (256, 576, 1536)
 """Rows, inputs and outputs of the measured product: a small language model's, for a batch of some sequences."""
@@ -37,10 +37,10 @@ def flops_per_second(*dtypes: torch.dtype) -> tuple[float, ...]:
         with torch.inference_mode():
             for dtype in dtypes:
                 x, weight = torch.ones(rows, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype)
-                linear.product(x, weight, None)  # the first call chooses and prepares a kernel
+                onednn.product(x, weight, None)  # the first call chooses and prepares a kernel
                 fastest, end = float("inf"), time.thread_time() + _SECONDS
                 while (started := time.thread_time()) < end:
-                    linear.product(x, weight, None)
+                    onednn.product(x, weight, None)
                     fastest = min(fastest, time.thread_time() - started)
                 rates.append(2 * rows * inputs * outputs / fastest)
     finally:

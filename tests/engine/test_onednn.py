@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 import zoo
 from guerdon.assembly import build_scorer
 from guerdon.core import Sequence
-from guerdon.engine import linear
+from guerdon.engine import onednn
 from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.settings.actors import PolicyConfig
 from guerdon.settings.config import ModelConfig
@@ -32,8 +32,8 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, terms: int) -> None:
 
 def used_onednn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each product that oneDNN computes from now on."""
-    seen, own = [], linear._onednn
-    monkeypatch.setattr(linear, "_onednn", lambda x, *more: (seen.append(x.shape[0]), own(x, *more))[1])
+    seen, own = [], onednn._onednn
+    monkeypatch.setattr(onednn, "_onednn", lambda x, *more: (seen.append(x.shape[0]), own(x, *more))[1])
     return seen
 
 
@@ -42,7 +42,7 @@ def used_onednn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_product_and_its_gradients(shape: tuple[int, ...], has_bias: bool) -> None:
     inputs = [numbers(*shape), numbers(32, 48), numbers(32) if has_bias else None]
     results = []
-    for function in (linear.product, F.linear):
+    for function in (onednn.product, F.linear):
         leaves = [None if tensor is None else tensor.clone().requires_grad_() for tensor in inputs]
         out = function(*leaves)
         out.square().sum().backward()
@@ -54,7 +54,7 @@ def test_a_product_and_its_gradients(shape: tuple[int, ...], has_bias: bool) -> 
 def test_only_the_gradients_that_are_wanted_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = used_onednn(monkeypatch)
     x, weight = numbers(6, 48).requires_grad_(), numbers(32, 48)
-    linear.product(x, weight, None).sum().backward()
+    onednn.product(x, weight, None).sum().backward()
     assert len(seen) == 2  # the product, and the gradient of x
     assert_close(x.grad, torch.ones(6, 32) @ weight, terms=32)
 
@@ -62,12 +62,12 @@ def test_only_the_gradients_that_are_wanted_are_computed(monkeypatch: pytest.Mon
 def test_a_row_alone_is_computed_twice_and_other_dtypes_stay_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = used_onednn(monkeypatch)
     x, weight, bias = numbers(1, 48), numbers(32, 48), numbers(32)
-    assert_close(linear.product(x, weight, bias), F.linear(x, weight, bias), terms=48)
+    assert_close(onednn.product(x, weight, bias), F.linear(x, weight, bias), terms=48)
     assert seen == [2]
-    assert linear.product(x[None], weight, None).shape == (1, 1, 32)
+    assert onednn.product(x[None], weight, None).shape == (1, 1, 32)
     seen.clear()
-    linear.product(x.double(), weight.double(), None)
-    linear.product(numbers(0, 48), weight, None)
+    onednn.product(x.double(), weight.double(), None)
+    onednn.product(numbers(0, 48), weight, None)
     assert not seen
 
 
@@ -78,12 +78,12 @@ def test_a_row_has_the_same_bits_among_any_number(inputs: int, outputs: int, dty
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        want = linear.product(x, weight, bias)
+        want = onednn.product(x, weight, bias)
         for threads in (1, 2):
             torch.set_num_threads(threads)
             for count in (1, 2, 3, 4, 7, 16, 31, 100, 512):
                 for start in (0, 513 - count):
-                    assert torch.equal(linear.product(x[start : start + count], weight, bias), want[start:][:count])
+                    assert torch.equal(onednn.product(x[start : start + count], weight, bias), want[start:][:count])
     finally:
         torch.set_num_threads(before)
 
@@ -92,14 +92,14 @@ def test_modules_that_have_a_replacement() -> None:
     dense, conv = nn.Linear(48, 32), Conv1D(32, 48)
     x = numbers(7, 48)
     for module in (dense, conv):
-        assert_close(linear.replacement(module)(module, x), module(x), terms=48)
+        assert_close(onednn.replacement(module)(module, x), module(x), terms=48)
 
     class Scaled(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)
 
-    assert linear.replacement(Scaled(48, 32)) is None
-    assert linear.replacement(nn.LayerNorm(48)) is None
+    assert onednn.replacement(Scaled(48, 32)) is None
+    assert onednn.replacement(nn.LayerNorm(48)) is None
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "bert"])
@@ -117,7 +117,7 @@ def test_a_served_model_gives_the_plain_models_scores(
 
 def test_who_asks_first_does_not_matter() -> None:
     with torch.inference_mode():  # in which no gradient can be taken
-        assert linear._agrees(torch.float32)
+        assert onednn._agrees(torch.float32)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
