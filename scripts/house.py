@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 57_430,
+    "lines of src": 57_610,
     "files of src": 315,
     "lines of tests": 77_250,
     "modules with one importer": 70,

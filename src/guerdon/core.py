@@ -223,12 +223,13 @@ class ModelInfo:
     most the `max_top_k` likeliest ids, and hidden states of `hidden_size` numbers. `path` tells how it runs, such
     as `packed+shared`, and `why` the reason. `source` is the folder, hub id or function that it was loaded from.
     `pooling` names the token that the reward is read from. `step_rule` tells where steps end, and how their rewards
-    make the reward; `step_separator_ids` end a step if the request names none. `vocabulary` is a digest of the
-    tokenizer's tokens and their ids, `tokenizer` tells what ids mean to it (see `vocabulary.identity`), `ending`
-    how its chat template writes an answer (see `endings.Ending`). All of these texts are empty if there is no such
-    thing. An encoder `reads_pairs`, with special tokens where its tokenizer's template for pairs has them. `proofs`
-    are the start's lines. Functions, sums and models of other servers are not `is_checkpoint`. If it
-    `has_components`, the attributes are what the reward is made of, as a sum's and a judge's.
+    make the reward; `step_separator_ids` end a step if the request names none. A gate reads where `gate_ids` stand
+    last, which no sample may lack. `vocabulary` is a digest of the tokenizer's tokens and their ids, `tokenizer` tells
+    what ids mean to it (see `vocabulary.identity`), `ending` how its chat template writes an answer (see
+    `endings.Ending`). All of these texts are empty if there is no such thing. An encoder `reads_pairs`, with special
+    tokens where its tokenizer's template for pairs has them. `proofs` are the start's lines. Functions, sums and models
+    of other servers are not `is_checkpoint`. If it `has_components`, the attributes are what the reward is made of, as
+    a sum's and a judge's.
     """
 
     name: str
@@ -254,6 +255,7 @@ class ModelInfo:
     pooling: str = ""
     step_rule: str = ""
     step_separator_ids: tuple[int, ...] = ()
+    gate_ids: tuple[int, ...] = ()
     vocabulary: str = ""
     tokenizer: str = ""
     ending: str = ""

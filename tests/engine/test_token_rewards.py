@@ -17,7 +17,6 @@ from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ModelConfig, TokenRewardConfig
 from teaching import plain
 
-ROWS = zoo.rows()
 ASKED = [{"role": "user", "content": "What is 1+1?"}]
 CONVERSATIONS = [[*ASKED, {"role": "assistant", "content": text}] for text in ("1+1=2", "1+1=3, I think", "two")]
 HEADER = (
@@ -64,8 +63,8 @@ def test_the_logit_of_an_id_as_the_next_token(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "granite", "gptj", "opt-projected"])
 def test_every_form_equals_transformers_one_by_one(name: str, tmp_path: Path) -> None:
     """Scales, soft caps, biases and tied weights of the output head included."""
-    folder = zoo.language_model(name, tmp_path)
-    last = torch.stack([logits[-1] for logits in plain(folder, ROWS)]).double()
+    folder, rows = zoo.language_model(name, tmp_path), zoo.rows()
+    last = torch.stack([logits[-1] for logits in plain(folder, rows)]).double()
     wanted = {
         ("logit", "given", (7,)): last[:, 7],
         ("difference", "given", (9, 30)): last[:, 9] - last[:, 30],
@@ -75,12 +74,12 @@ def test_every_form_equals_transformers_one_by_one(name: str, tmp_path: Path) ->
     for (form, among, ids), want in wanted.items():
         reward = TokenRewardConfig(ids=[*ids], form=form, among=among)  # type: ignore[arg-type]
         engine = Engine(load_reward_model(ModelConfig(model=str(folder), reward=reward, mean=0.5, std=2.0)))
-        got = [score.reward for score in engine.score([Sequence(row) for row in ROWS])]  # type: ignore[union-attr]
+        got = [score.reward for score in engine.score([Sequence(row) for row in rows])]  # type: ignore[union-attr]
         np.testing.assert_allclose(got, (want.numpy() - 0.5) / 2, **NEAR, err_msg=form)
         assert engine.path == ("single" if name == "gptj" else "packed+shared")
 
 
-@pytest.mark.parametrize("reduction", ["min", "product"])
+@pytest.mark.parametrize("reduction", ["min", "product", "mean", "last"])
 def test_the_probability_at_each_mark(reduction: str, folder: Path) -> None:
     """As the card of peiyi9979/math-shepherd-mistral-7b-prm: softmax of the two candidates, where the mark stands."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
@@ -98,7 +97,7 @@ def test_the_probability_at_each_mark(reduction: str, folder: Path) -> None:
         scores = model.score(texts=texts)
     for got, steps in zip(scores.steps or (), want, strict=True):
         np.testing.assert_allclose(got, steps, **NEAR)
-    reduce = np.min if reduction == "min" else np.prod
+    reduce = {"min": np.min, "product": np.prod, "mean": np.mean, "last": lambda steps: steps[-1]}[reduction]
     np.testing.assert_allclose(scores.rewards, [reduce(steps) for steps in want], **NEAR)
 
 

@@ -76,6 +76,7 @@ _TEI = {InvalidRequest: 422, UnknownModel: 404, Overloaded: 429, SampleFailed: 4
 
 EXAMPLES = [
     Example("/get_reward", lambda text: {"query": [text]}, lambda told: told["rewards"][0]),
+    Example("/v1/score/evaluation", lambda text: {"messages": [text]}, lambda told: told["scores"][0]),
     Example("/reward", lambda text: {"prompt": text[:1], "response": text[1:]}, lambda told: told),
     Example(
         "/classify",

@@ -18,6 +18,7 @@ from wire.asking import CRITIC, RM, ask, reply, reply_bytes
 ONE = {
     "/get_reward": {"query": ["a"]},
     "/reward": {"prompt": "a", "response": "b"},
+    "/v1/score/evaluation": {"messages": ["a"]},
     "/classify": {"input": "a"},
     "/pooling": {"input": "a"},
     "/score": {"text_1": "a", "text_2": "b"},
@@ -125,7 +126,7 @@ def test_a_model_without_rewards_is_refused_before_it_computes(path):
             ask(path, ONE[path]).check(CRITIC)
 
 
-KSERVE = {"/get_reward", "/reward"}
+KSERVE = {"/get_reward", "/reward", "/v1/score/evaluation"}
 TEI = {
     UnknownModel: (404, "Validation"),
     InvalidRequest: (422, "Validation"),

@@ -110,11 +110,18 @@ class Engine(Forward):
             yield states.rows, own or [table]
 
     def pool(self, states: HiddenStates, rows: list[np.ndarray]) -> torch.Tensor:
-        """Returns the hidden state `[B,H]` that each sequence's reward is read from, by the head's pooling rule."""
+        """Returns the hidden state `[B,H]` that each sequence's reward is read from, by the head's pooling rule.
+
+        For a head that reads two states they stand side by side, `[B,2H]`.
+        """
         if self.head.pooling == "mean":
-            own = (torch.cat([states.hidden[a:b] for a, b in spans]) for spans in states.spans)
-            return torch.stack([hidden.float().mean(0) for hidden in own])
-        return states.hidden[self.to_device(self._reward_indices(states, rows)) if states.read is None else states.read]
+            rows_states = (torch.cat([states.hidden[a:b] for a, b in spans]) for spans in states.spans)
+            return torch.stack([hidden.float().mean(0) for hidden in rows_states])
+        own = states.hidden[self.to_device(self._reward_indices(states, rows)) if states.read is None else states.read]
+        if not self.head.gate_ids:
+            return own
+        gates = [states.gather(i)[self.head.gate_position(rows[row])] for i, row in enumerate(states.rows)]
+        return torch.cat([own, states.hidden[self.to_device(np.array(gates))]], 1)
 
     def readable(self, states: HiddenStates, rows: list[np.ndarray]) -> list[torch.Tensor]:
         """Returns each row's hidden states that its reward or values are made from."""
@@ -123,7 +130,7 @@ class Engine(Forward):
         return super().readable(states, rows)
 
     def _reads_one_state(self) -> bool:
-        return not self.head.per_token and self.head.pooling != "mean"
+        return not self.head.per_token and self.head.pooling != "mean" and not self.head.gate_ids
 
     def read_indices(self, batch: MicroBatch, rows: list[np.ndarray]) -> np.ndarray | None:
         """Returns the indices of the states that rewards are read from; None if values or a mean need all of them.

@@ -54,6 +54,7 @@ class RewardHead(nn.Module):
     `module` maps `[N,H]` to `[N,A]`. A `per_token` head is applied to every token, any other to the state that
     `pooling` chooses. If `steps` is set, two outputs are the logits of a wrong and a right step. The reward is the
     attributes' sum weighted by `weights` (float64 `[A]`), minus `mean`, divided by `std`; so are per-token values.
+    With `gate_ids` the module maps `[N,2H]`, where the second state is of the token at which these ids stand last.
     Attributes stay raw outputs, step rewards stay probabilities, or what the only output says.
     """
 
@@ -70,6 +71,7 @@ class RewardHead(nn.Module):
         steps: StepRule | None = None,
         eos_token_id: int | None = None,
         pad_token_id: int | None = None,
+        gate_ids: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         self.module = module.float()
@@ -82,6 +84,7 @@ class RewardHead(nn.Module):
         self.steps = steps
         self.eos_token_id = eos_token_id
         self.pad_token_id = pad_token_id
+        self.gate_ids = gate_ids
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns raw outputs, float32 `[N,A]`, for hidden states `[N,H]` of any dtype."""
@@ -111,6 +114,11 @@ class RewardHead(nn.Module):
                 if is_eos.any():
                     positions[i] = is_eos.argmax()
         return positions
+
+    def gate_position(self, row: np.ndarray) -> int:
+        """Returns the index of the token that begins the last `gate_ids` in the row, 0 if there are none."""
+        ends = Sequence(row).step_ends(self.gate_ids)
+        return int(ends[-1]) - len(self.gate_ids) + 1 if len(ends) else 0
 
     @property
     def rule(self) -> str:
@@ -196,6 +204,25 @@ def _failed(what: str, numbers: np.ndarray) -> SampleFailed:
         f"the model's {what} for this sample is not finite: {numbers[bad]}{where}; "
         "if other samples fail likewise, try --dtype float32 or bfloat16"
     )
+
+
+class GatedHead(nn.Module):
+    """Objectives, and last their sum weighted by a gate: maps `[N,H]`, or `[N,2H]` with `reads_two`, to `[N,A+1]`.
+
+    `weight` is `[A,H]`, and `transform` `[A,A]` is applied to the objectives before they are summed. The gate reads
+    the second state if there are two.
+    """
+
+    def __init__(self, weight: Tensor, gate: nn.Module, transform: Tensor, reads_two: bool) -> None:
+        super().__init__()
+        self.weight, self.gate, self.reads_two = nn.Parameter(weight), gate, reads_two
+        self.transform = nn.Parameter(transform)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        own, gating = hidden.chunk(2, -1) if self.reads_two else (hidden, hidden)
+        objectives = nn.functional.linear(own.contiguous(), self.weight)
+        summed = (self.gate(gating.contiguous()) * (objectives @ self.transform)).sum(-1, keepdim=True)
+        return torch.cat([objectives, summed], -1)
 
 
 LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}

@@ -57,6 +57,11 @@ def find_fault(s: Sequence, info: ModelInfo) -> InvalidRequest | None:
             f"no step to reward: {info.name} gives the {info.step_rule}, and no such token follows the prompt, or it "
             "is merged into another token; end each step with it, or send step_positions"
         )
+    if info.gate_ids and not len(Sequence(tokens).step_ends(info.gate_ids)):
+        return InvalidRequest(
+            f"{info.name} weights its objectives by the prompt, and no answer begins in this sample: the tokens "
+            f"{[*info.gate_ids]} of its chat template are missing; send messages"
+        )
     if s.prompt_length is not None and not 0 <= s.prompt_length <= len(tokens):
         return InvalidRequest(f"prompt length {s.prompt_length} lies outside the sample's {len(tokens)} tokens")
     if s.ask is not None:

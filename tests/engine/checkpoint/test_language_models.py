@@ -140,13 +140,6 @@ def test_missing_weights_are_never_made_up(name: str, tmp_path: Path) -> None:
         build(folder)
 
 
-def test_a_quantised_one_is_refused(tmp_path: Path) -> None:
-    folder = zoo.language_model("llama", tmp_path)
-    zoo.configure(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(CheckpointError, match="quantised"):
-        build(folder)
-
-
 @pytest.mark.parametrize("what", ["other numbers", "another input", "another shape"])
 def test_logits_that_are_not_made_from_hidden_states_alone_are_refused(what: str, tmp_path: Path) -> None:
     policy = build(zoo.language_model("llama", tmp_path))

@@ -32,12 +32,12 @@ from guerdon.settings.config import LanguageModelConfig, ModelConfig
 
 
 def refused(folder: Path | str, kind: type[StartError] = CheckpointError, **settings: object) -> str:
-    """The message of the error that loading must end in: one line, with help of one line."""
+    """The message of the error that loading must end in, and its help: one line each."""
     with pytest.raises(kind) as caught:
         load_reward_model(ModelConfig(model=str(folder), **settings))
     assert caught.value.help
     assert "\n" not in str(caught.value) + caught.value.help
-    return str(caught.value)
+    return f"{caught.value}; {caught.value.help}"
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
@@ -53,25 +53,17 @@ def llama(tmp_path: Path) -> Path:
     return zoo.checkpoint("llama", tmp_path / "llama")
 
 
-def test_no_checkpoint_at_all(llama: Path, tmp_path: Path) -> None:
+def test_no_checkpoint_at_all(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "my_scorer.py").write_text("def shortness(texts): ...\n")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "nobody/nothing is neither a folder here nor" in refused("nobody/nothing")
+    assert "my_scorer:FUNCTION" in refused(tmp_path / "my_scorer.py")
     assert "there is no folder ./nowhere/at/all" in refused("./nowhere/at/all")
     assert "is a file" in refused(llama / "config.json")
     assert "no config.json" in refused(tmp_path / "empty")
     (llama / "model.safetensors").unlink()
     assert "no weights" in refused(llama)
-
-
-def test_a_python_file_instead_of_its_function(tmp_path: Path) -> None:
-    (tmp_path / "my_scorer.py").write_text("def shortness(texts): ...\n")
-    with pytest.raises(CheckpointError) as caught:
-        load_reward_model(ModelConfig(model=str(tmp_path / "my_scorer.py")))
-    assert "is a Python file" in str(caught.value) and "my_scorer:FUNCTION" in caught.value.help
-
-
-def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert "nobody/nothing is neither a folder here nor" in refused("nobody/nothing")
 
 
 class Trap:

@@ -92,29 +92,6 @@ def test_a_step_separator_of_a_model_without_steps_is_refused(tmp_path: Path) ->
         load(zoo.checkpoint("qwen2", tmp_path), step_separator="<step>")
 
 
-def test_qwens_process_reward_model_with_its_two_layers(tmp_path: Path) -> None:
-    folder = zoo.checkpoint("qwen2", tmp_path)
-    state = load_file(folder / "model.safetensors")
-    del state["score.weight"]
-    torch.manual_seed(1)
-    layers = torch.nn.Sequential(
-        torch.nn.Linear(zoo.HIDDEN, zoo.HIDDEN), torch.nn.ReLU(), torch.nn.Linear(zoo.HIDDEN, 2)
-    )
-    save_file(state | {f"score.{n}": t for n, t in layers.state_dict().items()}, folder / "model.safetensors")
-    # Its own class comes as code in the repository, which is neither needed nor run.
-    zoo.configure(
-        folder,
-        architectures=["Qwen2ForProcessRewardModel"],
-        auto_map={"AutoModel": "modeling_qwen2_rm.Qwen2ForProcessRewardModel"},
-    )
-    loaded = load(folder)
-    assert loaded.info.outputs == ("rewards", "step_rewards")
-    (made,) = score(loaded, ROWS[:1], steps=np.array([4]))
-    with torch.no_grad():
-        hidden = loaded.trunk(input_ids=torch.from_numpy(ROWS[0])[None]).last_hidden_state[0, 4]
-        assert made.reward == pytest.approx(torch.softmax(layers(hidden), 0)[1].item(), abs=1e-6)
-
-
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_several_labels_are_attributes_with_their_names(name: str, tmp_path: Path) -> None:
     labels = {0: "helpfulness", 1: "verbosity", 2: "safety"}

@@ -162,10 +162,6 @@ def test_a_bos_in_the_text_stays_if_the_tokenizer_adds_none(tmp_path: Path, ends
     assert ids.tolist().count(zoo.BOS) == 2 + ends_with_bos
 
 
-def test_without_a_template_it_takes_no_messages(tmp_path: Path) -> None:
-    assert not TextEncoder.load(zoo.tokenizer(tmp_path, chat_template=None)).takes_messages
-
-
 def test_many_threads_encode_at_once(encoder: TextEncoder) -> None:
     texts = [f"the answer number {i} is on the ring " * (1 + i % 7) for i in range(64)]
     expected = [ids.tolist() for ids in encoder.encode(texts)]
@@ -174,22 +170,12 @@ def test_many_threads_encode_at_once(encoder: TextEncoder) -> None:
             assert [ids.tolist() for ids in made] == expected
 
 
-def test_a_tokenizer_in_plain_python_works_too(tmp_path: Path) -> None:
-    ByT5Tokenizer().save_pretrained(tmp_path)
-    (ids,) = TextEncoder.load(tmp_path).encode(["abc"])
-    assert ids.tolist() == [100, 101, 102]
-
-
 def test_special_tokens_and_separators(encoder: TextEncoder) -> None:
     assert (encoder.eos_token_id, encoder.pad_token_id) == (zoo.EOS, zoo.PAD)
     assert encoder.has_token("<extra_0>")
     assert not encoder.has_token("<extra_1>")
     assert len(encoder.separator_ids("\n")) == 1
     assert len(encoder.separator_ids("\n\n")) == 2
-
-
-def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:
-    assert TextEncoder.load(tmp_path) is None
 
 
 def test_a_broken_tokenizer_is_one_clear_error(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ _ENDS = {
 class Merged:
     """A base model with its adapter merged, in float32, and the `config.json` of the two.
 
-    `model` is one of transformers' models; of a critic it is the trunk, and `head` has the other tensors.
+    `model` is one of transformers' models; of a critic it is the trunk. `head` has the tensors of another head.
     """
 
     settings: dict[str, Any]
@@ -81,7 +81,8 @@ class Merged:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors by their names in a checkpoint."""
-        prefix = f"{self.model.base_model_prefix}." if self.head and self.model.base_model_prefix else ""
+        is_trunk = self.head and type(self.model) is MODEL_MAPPING[type(self.model.config)]
+        prefix = f"{self.model.base_model_prefix}." if is_trunk and self.model.base_model_prefix else ""
         return {f"{prefix}{name}": tensor for name, tensor in self.model.state_dict().items()} | self.head
 
 
@@ -94,7 +95,8 @@ def merge_adapter(checkpoint: StoredCheckpoint, *, for_text: bool) -> StoredChec
     if checkpoint.adapter is None:
         return checkpoint
     task = find_task(checkpoint)
-    if task.for_text != for_text:
+    has_head = task.for_text and bool(checkpoint.adapter.head)
+    if task.for_text != for_text and not has_head:
         remedy = "serve it by serve-teacher or serve-judge" if task.for_text else "serve it by serve or serve-critic"
         raise CheckpointError(f"{checkpoint.folder} is the adapter of {task.what}", remedy)
     merged = merge(checkpoint, checkpoint.adapter)
@@ -108,7 +110,9 @@ def merge(checkpoint: StoredCheckpoint, adapter: StoredAdapter) -> Merged:
     config = _read_peft_config(checkpoint, adapter)
     base = merge_adapter(adapter.base, for_text=find_task(adapter.base).for_text)
     with torch.random.fork_rng([]):  # peft draws initial weights, which are then overwritten
-        merged = _merge_critic(checkpoint, base, config) if adapter.head else _merge(checkpoint, base, config, task)
+        merged = _merge_critic(checkpoint, base, config) if adapter.facts else _merge(checkpoint, base, config, task)
+    if not merged.head:
+        merged = dataclasses.replace(merged, head={name: tensor[...] for name, tensor in adapter.head.items()})
     log.info("merged the adapter %s (%s) into %s", checkpoint.folder, adapter.kind, base.folder)
     return merged
 
@@ -134,7 +138,7 @@ def _find_task(checkpoint: StoredCheckpoint) -> str:
     if adapter is None:
         named = checkpoint.settings.get("architectures") or [""]
         return _task_of_class(named[0]) or "SEQ_CLS"
-    if adapter.head:
+    if adapter.facts:
         return CRITIC
     if own := adapter.settings.get("task_type"):
         return str(own)

@@ -24,7 +24,7 @@ from guerdon.engine.checkpoint.stored import StoredCheckpoint
 from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.engine.checkpoint.weights import LoadedTrunk, ModelParts
 from guerdon.engine.fsdp import fsdp_of
-from guerdon.engine.heads import RewardHead, StepRule
+from guerdon.engine.heads import GatedHead, RewardHead, StepRule
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ModelConfig
 
@@ -115,6 +115,8 @@ def _head(
     pad_token_id: int | None,
 ) -> RewardHead:
     weights = None
+    if isinstance(parts.module, GatedHead):
+        weights = np.eye(parts.num_outputs)[-1]
     if config.attribute_weights is not None:
         weights = np.array(config.attribute_weights, dtype=np.float64)
         if len(weights) != parts.num_outputs or parts.is_process_reward:
@@ -130,6 +132,8 @@ def _head(
                 "use --pooling last, which is the same without one",
             )
         pooling = "last"
+    if pooling == "mean" and parts.gate_ids:
+        raise ConfigError("pooling is mean, and the gate of this model reads a state of its own", "leave it out")
     if pooling == "first_eos" and eos_token_id is None:
         raise ConfigError("pooling first_eos needs an EOS token, and the checkpoint names none", "use --pooling last")
     # OpenRLHF writes mean and std into every checkpoint it evaluates, but its server normalises only on request. So
@@ -173,6 +177,7 @@ def _head(
         steps=steps,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
+        gate_ids=parts.gate_ids,
     )
 
 
@@ -193,6 +198,8 @@ def load_critic(
     loaded = load_reward_model(config, device, moment_bytes=moment_bytes, ranks=ranks, trains=True)
     if not loaded.causal:
         raise CheckpointError(f"{config.model} is an encoder: a token's value would depend on later tokens", STARTS)
+    if isinstance(loaded.head.module, GatedHead):
+        raise CheckpointError(f"{config.model} has a gate, which weights whole answers", STARTS)
     if loaded.head.steps is not None:
         raise CheckpointError(f"{config.model} is a process reward model, whose outputs are probabilities", STARTS)
     head = loaded.head
@@ -252,6 +259,7 @@ def describe(
         pooling=head.rule,
         step_rule="" if steps is None else str(steps),
         step_separator_ids=() if steps is None else steps.separator_ids,
+        gate_ids=parts.gate_ids,
         vocabulary="" if encoder is None else encoder.all_tokens_digest(),
         tokenizer="" if encoder is None else encoder.identity(),
         proofs=(*(encoder.proofs if encoder else ()), *([f"rewards: {parts.module}"] if config.reward else ())),

@@ -30,7 +30,8 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_CONFIG = "adapter_config.json"
 HEAD_FILE = "value_head.safetensors"
-"""The head of a critic that guerdon has trained with adapters."""
+"""The head of a critic that guerdon has trained with adapters, or of a reward model of LlamaFactory."""
+HEAD_FILES = (HEAD_FILE, "value_head.bin")
 _TEXTS = (
     "tokenizer*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "*.model", "chat_template*",
     "additional_chat_templates/*",
@@ -166,7 +167,8 @@ class Origin:
 class StoredAdapter:
     """An adapter of peft's format: its parsed `adapter_config.json`, its tensors, and the model that it belongs to.
 
-    A critic that guerdon has trained also has the tensors of its `head`, and `facts`, its `trainer.json`.
+    A critic that guerdon has trained also has the tensors of its `head`, and `facts`, its `trainer.json`; a reward
+    model of LlamaFactory has the head alone.
     """
 
     settings: dict[str, Any]
@@ -236,7 +238,7 @@ def find_files(folder: Path) -> Files:
     if not weights:
         remedy = "copy it there: adapter_config.json alone is no adapter"
         faults.raise_lacking(folder, " or ".join(ADAPTER_WEIGHTS), remedy)
-    weights += [path for path in [folder / HEAD_FILE] if is_adapter and path.is_file()]
+    weights += [path for path in (folder / name for name in HEAD_FILES) if path.is_file() and path not in weights]
     texts = {path for path in find_texts(folder) if path.is_file() or path.is_symlink()}
     if is_adapter:
         texts -= set(weights)
@@ -297,9 +299,9 @@ def _open_adapter(folder: Path, base: str | None, above: tuple[Path, ...]) -> St
             )
     files = find_files(folder)
     settings = read_settings(folder / ADAPTER_CONFIG)
-    head = open_safetensors(folder / HEAD_FILE) if (folder / HEAD_FILE).exists() else {}
-    facts = read_settings(folder / "trainer.json") if head else {}
-    tensors = _open_files(path for path in files.weights if path.name != HEAD_FILE)
+    head = _open_files(path for path in files.weights if path.name in HEAD_FILES)
+    facts = read_settings(folder / "trainer.json") if head and not all(map(_of_llama_factory, head)) else {}
+    tensors = _open_files(path for path in files.weights if path.name not in HEAD_FILES)
     named = base or settings.get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
         raise CheckpointError(f"{folder / ADAPTER_CONFIG} names no base model", "give it: --base FOLDER")
@@ -316,6 +318,10 @@ def _open_adapter(folder: Path, base: str | None, above: tuple[Path, ...]) -> St
     sample = _joined(under.sample, files.sample(digested))
     adapter = StoredAdapter(settings, tensors, under, head, facts)
     return StoredCheckpoint(folder, under.settings, under.tensors, sample, files, digested, adapter)
+
+
+def _of_llama_factory(name: str) -> bool:
+    return name.startswith("v_head.")
 
 
 def _open_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:

@@ -32,7 +32,7 @@ from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ForwardConfig
 
 HARMLESS = re.compile(
-    r"(^|\.)(lm_head|embed_out|output_projection|cls|generator_lm_head|generator_predictions|discriminator_predictions"
+    r"(^|\.)(lm_head|v_head|embed_out|output_projection|cls|generator_lm_head|generator_predictions|discriminator_predictions"
     r"|lm_predictions|frozen_head|mtp|pooler)\."
     r"|(inv_freq|position_ids|\.attn\.bias|\.attention\.bias|masked_bias)$|^(mean|std|n_averaged)$"
 )
@@ -61,6 +61,7 @@ class ModelParts:
     kind: str
     per_token: bool
     is_process_reward: bool
+    gate_ids: tuple[int, ...] = ()
 
 
 @dataclass(kw_only=True)

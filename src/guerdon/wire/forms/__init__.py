@@ -3,6 +3,7 @@
 from guerdon.wire.forms import (
     gym,
     label_probs,
+    llama_factory,
     openrlhf_reward,
     rerank,
     sglang,
@@ -17,7 +18,13 @@ from guerdon.wire.forms import (
 from guerdon.wire.forms.form import Form
 
 FORMS: dict[str, Form] = (
-    openrlhf_reward.FORMS | slime.FORMS | vllm_pooling.FORMS | sglang.FORMS | tei.FORMS | rerank.FORMS
+    openrlhf_reward.FORMS
+    | slime.FORMS
+    | vllm_pooling.FORMS
+    | sglang.FORMS
+    | tei.FORMS
+    | rerank.FORMS
+    | llama_factory.FORMS
 )
 """The forms that ask for scores, by the path that serves them."""
 
