@@ -74,7 +74,7 @@ def _examine_kind(model: str, what: str, adapter: str) -> Iterator[Finding]:
 
 def _examine_proofs(model: str, proofs: tuple[str, ...]) -> Iterator[Finding]:
     from guerdon.engine.checkpoint.template_check import CHANGES, REMEDY
-    from guerdon.engine.independence import OTHER_BITS
+    from guerdon.engine.fallback import OTHER_BITS
 
     for proof in proofs:
         if proof.endswith(CHANGES):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import Ranks
+from guerdon.engine import onednn
 from guerdon.engine.microbatches import LengthClasses
 from guerdon.errors import GuerdonError, RanksLost, describe, is_out_of_memory
 
@@ -18,10 +19,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SAME_BITS = "same bits in any batch"
+OTHER_BITS = "bits may change with the batch"
+"""What a start on a CPU proves of a row's bits."""
+
 
 class Fallback:
     """The policy of `Forward` for its path."""
 
+    trunk: Any
     path: str
     info: ModelInfo
     ranks: Ranks
@@ -60,7 +66,10 @@ class Fallback:
                 left,
                 why,
             )
-        self.info = dataclasses.replace(self.info, path="single", why=f"{left} failed while it served: {why}")
+        onednn.restore(self.trunk)
+        proofs = tuple(f"{OTHER_BITS}: {left} failed" if proof == SAME_BITS else proof for proof in self.info.proofs)
+        why = f"{left} failed while it served: {why}"
+        self.info = dataclasses.replace(self.info, path="single", why=why, proofs=proofs)
         self._switch("single")
 
     def retry_plainly(self, work: Callable[[], T]) -> T:

@@ -2,7 +2,7 @@
 
 transformers writes them as chains of operators, each of which reads and writes all of a batch's states. The functions
 here need one pass each by the kernels in `native`, and without these about half as many, in place if no gradients are
-taken. The rounding is the same with gradients and without. Linear layers are replaced as `linear` says.
+taken. The rounding is the same with gradients and without. Linear layers are replaced as `onednn` says.
 
 Modules are recognised by their code: many architectures have Llama's, word for word. transformers has no public way to
 replace them for a CPU, and no attribute says which of them compute the same: not the class, which each architecture
@@ -47,6 +47,8 @@ class FewerPasses:
             module.__dict__.pop("forward", None)
             if on:
                 module.__dict__["forward"] = forward
+            elif isinstance(module, nn.Linear) and module.weight.is_mkldnn:
+                module.__dict__["forward"] = MethodType(onednn.by_dense, module)
 
 
 def norm(self: Any, states: Tensor) -> Tensor:
@@ -117,7 +119,7 @@ def _made_for(trunk: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
 
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
 _GELU = (type(ACT2FN["gelu_pytorch_tanh"]),)
-_OURS: set[Any] = {norm, gated, *onednn.REPLACEMENTS.values()}
+_OURS: set[Any] = {norm, gated, onednn.by_dense, *onednn.REPLACEMENTS.values()}
 
 
 @functools.cache

@@ -123,9 +123,6 @@ def _exchanges(batch: MicroBatch, leaf: int) -> Iterator[Swap]:
 
 # -------------------------------------------------------------------------------------------------- the same bits
 
-SAME_BITS = "same bits in any batch"
-OTHER_BITS = "bits may change with the batch"
-
 
 def why_bits_differ(forward: Forward, path: str, rows: list[np.ndarray], together: dict[int, Tensor]) -> str:
     """Returns why a row's states may have other bits in another batch, empty if they have the same; for CPUs.
@@ -158,11 +155,11 @@ def why_bits_differ(forward: Forward, path: str, rows: list[np.ndarray], togethe
         ]
     if chosen != {forms.NATIVE.name}:
         return f"attention by {', '.join(sorted(chosen - {forms.NATIVE.name}))}"
-    different = {i for other in others for i, state in other.items() if not _is_equal(state, together[i])}
+    different = {i for other in others for i, state in other.items() if not is_equal(state, together[i])}
     return f"{len(different)} of {len(rows)} sequences have others in another one" if different else ""
 
 
-def _is_equal(one: Tensor, other: Tensor) -> bool:
+def is_equal(one: Tensor, other: Tensor) -> bool:
     """Whether all numbers are equal, or NaN in both."""
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
@@ -202,7 +199,7 @@ def largest_change(got: Tensor, want: Tensor) -> float:
 
     Numbers that are NaN in both do not differ.
     """
-    if _is_equal(got, want):
+    if is_equal(got, want):
         return 0.0
     got, want = got.float(), want.float()
     relative = ((got - want).abs().max() / want.square().mean().sqrt()).item()

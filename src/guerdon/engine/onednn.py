@@ -25,6 +25,9 @@ from guerdon.engine.fsdp import shallow_copy
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest accepted difference from PyTorch's own product, relative to the largest output."""
 
+_MANY_ROWS = 1024
+"""For about as many rows oneDNN chooses a weight's order; a batch has up to 8,192."""
+
 
 def replacement(module: nn.Module) -> Any:
     """Returns a function that computes the module's forward by oneDNN; None if the module is no linear layer."""
@@ -45,9 +48,19 @@ def _linear(self: Any, x: Tensor) -> Tensor:
     return product(x, self.weight, self.bias)
 
 
+def by_dense(self: Any, x: Tensor) -> Tensor:
+    """PyTorch's own forward of a linear layer whose weight is reordered."""
+    return F.linear(x, dense(self.weight), self.bias)
+
+
 def _conv1d(self: Any, x: Tensor) -> Tensor:
     """GPT-2's linear layer, whose weight is transposed."""
     return product(x, self.weight.t(), self.bias)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether the layer's forward is its class's or ours: tensor parallelism gives layers a forward of their own."""
+    return getattr(vars(module).get("forward"), "__func__", _linear) in (_linear, by_dense)
 
 
 REPLACEMENTS: dict[type[nn.Module], Any] = {nn.Linear: _linear, Conv1D: _conv1d}
@@ -55,20 +68,42 @@ REPLACEMENTS: dict[type[nn.Module], Any] = {nn.Linear: _linear, Conv1D: _conv1d}
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns `F.linear(x, weight, bias)`, on a CPU by oneDNN if it can, and of two rows or more; differentiable."""
-    is_plain = type(weight) in (Tensor, nn.Parameter) and x.dtype == weight.dtype in _TOLERANCE and x.is_cpu
-    if not is_plain or not x.numel() or x.dim() < 2:
-        return F.linear(x, weight, bias)
+    is_known = type(weight) in (Tensor, nn.Parameter) and x.dtype == weight.dtype in _TOLERANCE and x.is_cpu
+    if not is_known or not x.numel() or x.dim() < 2:
+        return F.linear(x, dense(weight), bias)
     if x.numel() == x.shape[-1]:
         return product(torch.cat([x.reshape(1, -1)] * 2), weight, bias)[:1].reshape(*x.shape[:-1], len(weight))
     if not _agrees(x.dtype):
         return torch.ops.aten.linear(x, weight, bias)
     if torch.is_grad_enabled():
-        return _Product.apply(x, weight, bias)
+        return _Product.apply(x, dense(weight), bias)
     return _onednn(x, weight, bias)
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def can_reorder(dtype: torch.dtype) -> bool:
+    """Whether products of that dtype are oneDNN's."""
+    return dtype in _TOLERANCE and _agrees(dtype)
+
+
+def reordered(weight: Tensor) -> Tensor:
+    """Returns the weight `[N,D]` in oneDNN's own order, which only `product`, `dense` and sizes understand."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, _MANY_ROWS)
+
+
+def dense(weight: Tensor) -> Tensor:
+    """Returns a reordered weight in the plain order, any other as it is."""
+    return weight.to_dense() if weight.is_mkldnn else weight
+
+
+def restore(trunk: nn.Module) -> None:
+    """Brings all reordered weights of linear layers into the plain order."""
+    for module in trunk.modules():
+        if isinstance(module, nn.Linear) and module.weight.is_mkldnn:
+            module.weight = nn.Parameter(dense(module.weight.detach()), requires_grad=False)
 
 
 class _Product(torch.autograd.Function):

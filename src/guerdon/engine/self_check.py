@@ -21,8 +21,10 @@ from guerdon.distributed.ranks import Ranks
 from guerdon.engine import independence
 from guerdon.engine.attention import forms, registry
 from guerdon.engine.checkpoint.weights import LoadedTrunk
+from guerdon.engine.fallback import OTHER_BITS, SAME_BITS
 from guerdon.engine.forward import Forward, HiddenStates
 from guerdon.engine.microbatches import MicroBatch
+from guerdon.engine.prepacking import prepack
 from guerdon.errors import CheckpointError, SampleFailed, TooLarge
 from guerdon.settings.config import LanguageModelConfig
 
@@ -72,9 +74,13 @@ def choose_path(forward: Forward, loaded: LoadedTrunk, *, reads_last: bool) -> N
         )
     if forward.device.type == "cpu":
         other = best.why_bits_differ
-        proofs.append(f"{independence.OTHER_BITS}: {other}" if other else independence.SAME_BITS)
+        proofs.append(f"{OTHER_BITS}: {other}" if other else SAME_BITS)
     forward.path = best.path
     forward.use(best.path)
+    is_frozen = not (loaded.trains or forward.ranks.is_sharded)
+    if is_frozen and forward.device.type == "cpu" and best.path.startswith("packed"):
+        with checking(forward.ranks):
+            prepack(forward, probe_rows(info.vocab_size, info.max_length, forward.pad_token_id)[-2:])
     forward.info = dataclasses.replace(info, path=best.path, why=best.why, proofs=(*proofs, best.proof))
 
 
