@@ -19,12 +19,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 57_610,
-    "files of src": 315,
-    "lines of tests": 77_250,
+    "lines of src": 57_716,
+    "files of src": 316,
+    "lines of tests": 77_335,
     "modules with one importer": 70,
-    "private functions that one place calls": 565,
-    "imports, % of the lines": 7.0,
+    "private functions that one place calls": 559,
+    "imports, % of the lines": 6.9,
     "public classes with two homes": 0,
     "places outside of kinds/ that ask for the kind": 10,
 }

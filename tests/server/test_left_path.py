@@ -110,6 +110,7 @@ def test_the_request_is_served_and_the_path_left_once(
         np.testing.assert_allclose(serving.rewards(rows), want, atol=1e-5)
         assert engine.info.path == engine.path == "single"
         assert engine.info.why.startswith("packed+shared failed while it served: the model failed on this sample: Runt")
+        assert "same bits in any batch" not in engine.info.proofs
         assert "view size is not compatible" in engine.info.why and "\n" not in engine.info.why
         np.testing.assert_allclose(serving.rewards(rows[1:2]), want[1:2], atol=1e-5)
     (line,) = warnings(caplog)
