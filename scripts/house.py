@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 57_716,
+    "lines of src": 57_950,
     "files of src": 316,
-    "lines of tests": 77_335,
-    "modules with one importer": 70,
+    "lines of tests": 77_530,
+    "modules with one importer": 69,
     "private functions that one place calls": 559,
     "imports, % of the lines": 6.9,
     "public classes with two homes": 0,

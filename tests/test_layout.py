@@ -76,7 +76,6 @@ BANNED = {  # path prefix: modules that it must not import
     ),
     "kinds/sum.py": {"concurrent", "threading", "time"},
     "engine/checkpoint/text.py": {"torch"},
-    "engine/grouping.py": TORCH,
     "engine/packing.py": TORCH,
 }
 

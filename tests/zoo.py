@@ -140,6 +140,32 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """More decoders, for what is peculiar to their way from hidden states to logits."""
+_HYBRID = {**_GROUPED, "num_hidden_layers": 4, "head_dim": 8}
+_DELTA = {
+    **_HYBRID, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": [*["linear_attention"] * 3, "full_attention"], "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, _DELTA) for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")},
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **_HYBRID,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+            "use_mamba_kernels": False,
+        },
+    ),
+    "falcon_h1": LANGUAGE_MODELS["falcon-h1"],
+    "minimax": ("minimax", {**_HYBRID, **_EXPERTS, "block_size": 16}),
+    "lfm2": ("lfm2", {**_HYBRID, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}),
+}
+"""Decoders with layers that keep a state, whose responses continue from copies of the prompt's cache."""
 PECULIAR: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-with-images": (
         "gemma3",
@@ -184,6 +210,13 @@ PECULIAR: dict[str, tuple[str, dict[str, Any]]] = {
 """For a test or two of what each of them alone does."""
 ENCODERS = ("bert", "roberta", "electra", "distilbert", "modernbert", "deberta-v2")
 DECODERS = tuple(name for name in ARCHITECTURES if name not in ENCODERS)
+PATHS = {
+    **dict.fromkeys((*DECODERS, *LANGUAGE_MODELS), "packed+shared"),
+    **dict.fromkeys(ENCODERS, "packed"),
+    **dict.fromkeys((*HYBRIDS, "falcon-h1", "gptj", "falcon"), "shared"),
+    **dict.fromkeys(("deberta-v2", "mamba", "jamba"), "single"),
+}
+"""How each architecture is expected to run; those of the last lines keep a state or are outside the registry."""
 _OF_EACH_KIND = {"llama", "qwen3", "gemma3", "gpt2", "mixtral", "mamba", "falcon-h1", "llama4"}
 KINDS = ("seqcls", "tokcls", "trlx", "trlx-critic", "trl", "openrlhf", "openrlhf-critic")
 """Formats. `tokcls` with `num_labels=2` is a process reward model; a seqcls that transformers has no class for is
@@ -235,7 +268,7 @@ def _write(folder: Path, make: Callable[..., None], *args: Any, **settings: Any)
 
 
 def _checkpoint(folder: Path, name: str, kind: str, *, seed: int, **overrides: Any) -> None:
-    model_type, settings = {**ARCHITECTURES, **PECULIAR}[name]
+    model_type, settings = {**ARCHITECTURES, **HYBRIDS, **PECULIAR}[name]
     config = AutoConfig.for_model(model_type, **{"num_labels": 1, **settings, **overrides})
     if kind == "seqcls" and type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         kind = "openrlhf"
@@ -252,7 +285,7 @@ def _checkpoint(folder: Path, name: str, kind: str, *, seed: int, **overrides: A
 
 
 def _language_model(folder: Path, name: str, *, seed: int, **overrides: Any) -> None:
-    model_type, settings = {**ARCHITECTURES, **LANGUAGE_MODELS}[name]
+    model_type, settings = {**ARCHITECTURES, **HYBRIDS, **LANGUAGE_MODELS}[name]
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**settings, **overrides})
     model = _randomise(AutoModelForCausalLM.from_config(config))

@@ -37,6 +37,9 @@ class Signal(IntEnum):
 MIN_SHARED = 16
 """A shared prefix of fewer tokens is not worth sharing."""
 
+SHARING = ("packed+shared", "shared")
+"""The paths of a forward that compute a shared prefix once."""
+
 WHOLE_GROUP = 2
 """A group may exceed a batch's tokens so many times: in two batches its prefix would be computed twice."""
 

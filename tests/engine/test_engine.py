@@ -22,10 +22,6 @@ from guerdon.errors import CheckpointError, ConfigError, SampleFailed
 from guerdon.settings.actors import PolicyConfig
 from guerdon.settings.config import CriticConfig, ModelConfig
 
-PATHS = {name: "packed" if name in zoo.ENCODERS else "packed+shared" for name in zoo.ARCHITECTURES}
-PATHS |= dict.fromkeys(("gptj", "falcon", "deberta-v2", "mamba", "jamba"), "single")
-"""How each architecture is expected to run; the last line's are outside the attention registry or keep a state."""
-
 
 def make_rows(seed: int = 0) -> list[np.ndarray]:
     """Ragged groups, lone rows, a duplicate, a row that begins another, and the shortest possible."""
@@ -55,7 +51,7 @@ def test_rewards_equal_transformers_one_by_one_whatever_the_batch(name: str, tmp
     rows = make_rows()
     want = zoo.reference(folder, rows)
     engine = build(folder)
-    assert engine.path == PATHS[name], engine.info.why
+    assert engine.path == zoo.PATHS[name], engine.info.why
     by_mask = engine.info.kind == "value-head"  # transformers has no class for it
     pooling = "first" if name in zoo.ENCODERS else "last" if by_mask else "last_non_pad"
     assert (engine.head.pooling, engine.causal) == (pooling, name not in zoo.ENCODERS)

@@ -18,9 +18,6 @@ from guerdon.engine.packing import pack
 from guerdon.errors import CheckpointError
 from guerdon.settings.config import ModelConfig
 
-SINGLE = ("gptj", "falcon", "mamba", "jamba")
-"""Outside the attention registry, or with a state: run one by one."""
-
 
 def make_rows(groups: tuple[tuple[int, int], ...] = ((40, 3), (25, 2), (3, 2))) -> list[np.ndarray]:
     """Ragged groups, a row that begins another, its twin, and the shortest possible."""
@@ -91,8 +88,8 @@ def test_values_and_gradients_equal_transformers_one_by_one(name: str, tmp_path:
     trunk, head, values = reference(folder, rows)
     want = gradients(trunk, head)
     own = build(folder).path
-    assert own == ("single" if name in SINGLE else "packed+shared")
-    for path in ["single"] if name in SINGLE else ["packed+shared", "packed"]:
+    assert own == zoo.PATHS[name]
+    for path in ["packed+shared", "packed"] if own == "packed+shared" else [own]:
         engine = build_on(path, folder, max_batch_tokens=150)
         got = backward(engine, rows)
         for g, v in zip(got, values, strict=True):
@@ -220,7 +217,7 @@ def test_a_path_with_wrong_gradients_is_not_taken(wrong: str, tmp_path: Path, mo
     folder = zoo.checkpoint("llama", tmp_path / "llama")
     monkeypatch.setattr(cascade, "_backward", backward_without)
     engine = build(folder)
-    assert engine.path == "single" and "packed+shared: its gradients differ" in engine.info.why
+    assert engine.path == "shared" and "packed+shared: its gradients differ" in engine.info.why
     with pytest.raises(CheckpointError, match="gradients differ"):
         build(folder, require_packed=True)
     # What only serves is not held up by it.

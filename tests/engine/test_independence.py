@@ -24,7 +24,7 @@ from guerdon.engine.teacher import TeacherEngine
 from guerdon.errors import CheckpointError
 from guerdon.settings.config import LanguageModelConfig, ModelConfig, TeacherConfig
 
-_HYBRID = {**zoo._GROUPED, "num_hidden_layers": 4}
+_HYBRID = zoo._HYBRID
 _LATENT = {
     **zoo._GROUPED, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1, "n_routed_experts": 4,
@@ -41,9 +41,12 @@ MODELS: dict[str, dict[str, Any]] = {
         **zoo._GROUPED, "num_hidden_layers": 3, "lru_width": 32, "head_dim": 8, "attention_window_size": 16,
         "block_types": ["recurrent", "recurrent", "attention"],
     },
-    "falcon_h1": zoo.LANGUAGE_MODELS["falcon-h1"][1],
+    **{name: zoo.HYBRIDS[name][1] for name in ("falcon_h1", "lfm2", "qwen3_5_text")},
     "jamba": zoo.ARCHITECTURES["jamba"][1],
-    "lfm2": {**_HYBRID, "layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8, "conv_L_cache": 3},
+    "mamba": zoo.ARCHITECTURES["mamba"][1],
+    "falcon_mamba": zoo.ARCHITECTURES["mamba"][1],
+    "minimax": {**zoo.HYBRIDS["minimax"][1], "layer_types": ["linear_attention", "full_attention"] * 2},
+    "rwkv": {**zoo._IDS, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 256},
     "lfm2_moe": {
         **_HYBRID, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 2, "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 16,
@@ -63,6 +66,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "index_topk": 4, "index_head_dim": 16, "index_n_heads": 2,
     },
 }  # fmt: skip
+
+
+PROVED = "neighbours and siblings change nothing in 6 swaps (0.0)"
 
 
 def fresh(name: str, folder: Path, *, randomised: bool = False) -> Path:
@@ -110,27 +116,44 @@ def texts(*lengths: int, seed: int = 0) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "randomised"),
+    ("name", "dtype", "randomised", "path"),
     [
-        ("zamba", "bfloat16", False),
-        ("recurrent_gemma", "bfloat16", True),
-        ("falcon_h1", "bfloat16", False),
-        ("jamba", "float32", False),
-        ("jamba", "bfloat16", False),
-        ("lfm2", "float32", False),
-        ("lfm2_moe", "float32", False),
+        ("zamba", "bfloat16", False, "single"),
+        ("recurrent_gemma", "bfloat16", True, "single"),
+        ("falcon_h1", "bfloat16", False, "shared"),
+        ("qwen3_5_text", "bfloat16", False, "shared"),
+        ("jamba", "float32", False, "single"),
+        ("jamba", "bfloat16", False, "single"),
+        ("lfm2", "float32", False, "shared"),
+        ("lfm2_moe", "float32", False, "shared"),
     ],
 )
 def test_what_runs_from_row_to_row_is_found_below_any_tolerance(
-    name: str, dtype: str, randomised: bool, tmp_path: Path
+    name: str, dtype: str, randomised: bool, path: str, tmp_path: Path
 ) -> None:
     engine = teacher(fresh(name, tmp_path, randomised=randomised), dtype)
-    assert engine.path == "single", engine.info.why
-    assert engine.info.proofs[-1] == "neighbours change nothing: each row is computed alone"
+    assert engine.path == path, engine.info.why
+    alone = "neighbours change nothing: each row is computed alone"
+    assert engine.info.proofs[-1] == {"single": alone, "shared": PROVED}[path]
     row, *others = texts(12, 9, 12, 30)
     companies = [[row], [others[0], row], [others[1], row, others[2]], [others[2], row]]
     found = [logprobs(engine, company)[min(1, len(company) - 1)] for company in companies]
     assert all(np.array_equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        *((name, "a response would not read") for name in ("mamba", "falcon_mamba", "jamba", "zamba")),
+        ("recurrent_gemma", "returns no cache"),
+        ("rwkv", "returns no cache"),
+        *((name, "a response would not read") for name in ("minimax", "deepseek_v32", "glm_moe_dsa", "hy_v4")),
+    ],
+)
+def test_what_does_not_continue_from_its_cache_is_found(name: str, why: str, dtype: str, tmp_path: Path) -> None:
+    engine = teacher(fresh(name, tmp_path), dtype)
+    assert engine.path == "single" and why in engine.info.why, engine.info.why
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
@@ -140,7 +163,7 @@ def test_what_attention_alone_computes_stays_packed(name: str, dtype: str, tmp_p
     assert engine.path == "packed+shared", engine.info.why
     same = "same bits in any batch" if find()[0] else f"bits may change with the batch: {find()[1]}"
     assert engine.info.proofs == (
-        "other later tokens change nothing (0.0)", same, "neighbours and siblings change nothing in 6 swaps (0.0)",
+        "other later tokens change nothing (0.0)", same, PROVED,
     )  # fmt: skip
 
 
@@ -162,7 +185,7 @@ def test_a_leak_smaller_than_the_tolerance_of_the_dtype_refuses_the_path(
     finally:
         monkeypatch.undo()
         registry.register()
-    assert engine.path == "single" and "a row's states change with its neighbours" in engine.info.why
+    assert engine.path == "shared" and "a row's states change with its neighbours" in engine.info.why
 
 
 def test_experts_may_round_otherwise_but_not_depend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +274,7 @@ def test_a_path_that_fails_beyond_the_window_is_found_at_the_start(
     finally:
         monkeypatch.undo()
         registry.register()
-    assert engine.path == "single" and "view size is not compatible" in engine.info.why
+    assert engine.path == "shared" and "view size is not compatible" in engine.info.why
 
 
 def build(folder: Path, **config: object) -> Engine:
@@ -294,7 +317,7 @@ def test_nothing_is_shared_that_could_not_be_tried(max_length: int, path: str, t
 def test_nothing_is_packed_where_no_two_rows_fit_in_a_batch(tmp_path: Path) -> None:
     folder = zoo.checkpoint("llama4", tmp_path / "llama4", floor_scale=2, attn_scale=0.5, no_rope_layers=[1, 0])
     engine = build(folder)
-    assert engine.path == "single" and "no two of the sequences tried fit in one batch" in engine.info.why
+    assert engine.path == "shared" and "no two of the sequences tried fit in one batch" in engine.info.why
     assert_exact(engine, folder, [10, 1, 1])
 
 

@@ -238,15 +238,16 @@ async def test_stopping_answers_what_was_accepted_and_refuses_the_rest() -> None
         assert [r.reward for r in (await accepted).results] == [77, 1, 2]  # type: ignore[union-attr]
 
 
-async def test_metrics_tell_what_was_received_and_what_was_computed(tmp_path: Path) -> None:
-    folder = zoo.checkpoint("llama", tmp_path / "llama")
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+async def test_metrics_tell_what_was_received_and_what_was_computed(name: str, tmp_path: Path) -> None:
+    folder = zoo.checkpoint(name, tmp_path / name)
     prompt = list(range(10, 50))
     async with running(model=str(folder)) as service:
         await service.score("reward_model", request(*[[*prompt, i] for i in range(100, 104)]))
         text = service.metrics.render().decode()
     assert 'guerdon_received_tokens_total{model="reward_model"} 164.0' in text
     assert 'guerdon_computed_tokens_total{model="reward_model"} 44.0' in text
-    assert 'path="packed+shared"' in text and 'guerdon_queue_sequences{model="reward_model"} 0.0' in text
+    assert f'path="{zoo.PATHS[name]}"' in text and 'guerdon_queue_sequences{model="reward_model"} 0.0' in text
 
 
 def told(service: Service) -> dict[str, float]:

@@ -17,8 +17,6 @@ from guerdon.trees import flatten
 SHARED = ((40, 5), (20, 3), (3, 3))
 """Two prompts with several responses, and three rows that share nothing worth sharing; a prefix and a twin."""
 APART = ((1, 1),) * 7
-SINGLE = ("gptj", "falcon", "mamba", "jamba")
-"""Outside the attention registry, or with a state: run one by one."""
 
 
 def assert_trained_alike(trainer: CriticTrainer, folder: Path, asked: list[TrainRequest], **settings: Any) -> None:
@@ -52,7 +50,7 @@ def assert_trained_alike(trainer: CriticTrainer, folder: Path, asked: list[Train
 def test_every_architecture_learns_what_plain_torch_does(name: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path)
     trainer = build(folder)
-    assert trainer.engine.path == ("single" if name in SINGLE else "packed+shared"), trainer.engine.info.why
+    assert trainer.engine.path == zoo.PATHS[name], trainer.engine.info.why
     assert_trained_alike(trainer, folder, [request(zoo.rows(0, SHARED))])
 
 
@@ -203,7 +201,7 @@ def flattened(asked: TrainRequest) -> TrainRequest:
 def test_a_tree_has_the_gradients_of_its_flattened_sequences(name: str, budget: int, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path)
     trainer = build(folder, max_batch_tokens=budget, global_batch_size=100)
-    assert trainer.engine.path == ("single" if name == "gptj" else "packed+shared")
+    assert trainer.engine.path == zoo.PATHS[name]
     assert_same_gradients(trainer, folder, tree())
 
 

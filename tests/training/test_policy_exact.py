@@ -14,8 +14,6 @@ from guerdon.training.algorithms.advantages import estimate_advantages
 from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, ppo_loss, reinforce_loss
 from guerdon.training.policy_trainer import Loss, PolicyTrainer
 
-SINGLE = ("gptj", "falcon", "mamba", "jamba", "falcon-h1")
-"""Outside the attention registry, or with a state: run one by one."""
 LOSSES = ("reinforce", "rloo", "grpo", "ppo")
 ROWS, PROMPTS, GROUPS = rollouts()
 NOISE = np.random.default_rng(5)
@@ -137,7 +135,7 @@ def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
 @pytest.mark.parametrize("name", zoo.trained([*zoo.DECODERS, *zoo.LANGUAGE_MODELS]))
 def test_every_architecture_has_the_log_probs_of_plain_transformers(name: str, pairs: Pairs) -> None:
     trainer, plain = pairs(name)
-    assert trainer.engine.path == ("single" if name in SINGLE else "packed+shared"), trainer.engine.info.why
+    assert trainer.engine.path == zoo.PATHS[name], trainer.engine.info.why
     for temperature in (1.0, 0.7):
         with torch.no_grad():
             logprobs, entropies, _ = plain.logprobs(ROWS, PROMPTS, temperature)

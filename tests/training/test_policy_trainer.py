@@ -234,7 +234,7 @@ def test_without_a_reference_the_model_is_loaded_once(folder: Path) -> None:
 def test_the_reference_runs_by_the_policys_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "GRADIENT_TOLERANCE", {torch.float32: -1.0})  # as if gradients were others
     trainer = build(folder)
-    assert trainer.engine.path == "single"
+    assert trainer.engine.path == "shared"
     assert torch.equal(trainer.reference_logprobs(ROWS, PROMPTS), trainer.logprobs(ROWS, PROMPTS).logprobs)
 
 

@@ -1,7 +1,8 @@
-"""Splits rows over the ranks into parts of about equal cost; a shared prefix counts once."""
+"""Splits rows over the ranks into parts of about equal cost, and cuts batches; a shared prefix counts once."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,42 @@ def sorted_by_prefix(rows: list[np.ndarray], limits: list[int | None] | None = N
         if limits is not None:
             shared[i] = min([shared[i], *(x for x in (limits[a], limits[b]) if x is not None)])
     return order, shared
+
+
+def cut(rows: list[np.ndarray], order: list[int], shared: list[int], budget: int, most: int) -> Iterator[list[int]]:
+    """Yields runs of indices into `order`, each within the budget; cuts a group only if it must.
+
+    A shared prefix counts at most half the budget, so that a long prompt keeps its responses together. A run that ends
+    with a whole group, or its rest, may have up to `most` tokens: another one would compute the prefix again.
+    """
+
+    def cost(i: int, first: int) -> int:
+        length = len(rows[order[i]])
+        if i > first:
+            return length - (shared[i] if shared[i] >= MIN_SHARED else 0)
+        return length - (max(0, shared[i + 1] - budget // 2) if i + 1 < len(order) else 0)
+
+    part: list[int] = []
+    size = start = 0
+    while start < len(order):
+        stop = start + 1
+        while stop < len(order) and shared[stop] >= MIN_SHARED:
+            stop += 1
+        if part and size + sum(cost(i, start) for i in range(start, stop)) > budget:
+            yield part
+            part, size = [], 0
+        first, takes_rest = start, False
+        for i in range(start, stop):
+            if part and not takes_rest and size + cost(i, first) > budget:
+                takes_rest = size + sum(cost(j, first) for j in range(i, stop)) <= most
+                if not takes_rest:
+                    yield part
+                    part, size, first = [], 0, i
+            part.append(i)
+            size += cost(i, first)
+        start = stop
+    if part:
+        yield part
 
 
 def shards(rows: list[np.ndarray], count: int, lengths: list[int] | None = None) -> list[list[int]]:

@@ -2,9 +2,9 @@
 
 Legend: T tokens of one forward, H hidden size, B sequences.
 
-The trunk runs by one of four paths, best first: `packed+shared` and `packed` use the attention in `attention`, `padded`
-and `single` are the model as transformers runs it. Each ends in `HiddenStates`: all tokens' hidden states in one table,
-and where each sequence lies in it, so that heads are applied in one place.
+The trunk runs by one of five paths, best first: `packed+shared` and `packed` use the attention in `attention`;
+`shared` (see `continuing`), `padded` and `single` are the model as transformers runs it. Each ends in `HiddenStates`:
+all tokens' hidden states in one table, and where each sequence lies in it, so that heads are applied in one place.
 
 On a GPU `run` only launches kernels and never waits for the device: while it computes a micro-batch, the next one is
 planned and copied. The caller waits when it reads a number of the result.
@@ -24,6 +24,7 @@ import torch
 from guerdon.engine.attention import registry
 from guerdon.engine.caught_calls import RowProducts
 from guerdon.engine.checkpoint.weights import LoadedTrunk
+from guerdon.engine.continuing import Continuation
 from guerdon.engine.fallback import Fallback
 from guerdon.engine.fewer_passes import FewerPasses
 from guerdon.engine.layers import LastLayer, watch_layers
@@ -67,6 +68,7 @@ class Forward(Fallback):
         self.batcher = Batcher(self.trunk, self.pad_token_id)
         self.length_classes = self.batcher.length_classes
         self._last_layer = LastLayer(self.trunk)
+        self.continuation = Continuation(self.trunk, pads=self.device.type != "cpu")
         self._fewer_passes = FewerPasses(self.trunk) if self.device.type == "cpu" else None
         self._row_products, self._by_rows = RowProducts(), False
         self.path, self.info = "single", loaded.info
@@ -79,9 +81,12 @@ class Forward(Fallback):
         """Yields the rows' micro-batches for `path` (default: the chosen one), each within `max_batch_tokens`.
 
         `limits` bounds how many tokens of each row may be shared, as in `pack`. If `ranks.in_step`, it is collective:
-        each rank gets as many micro-batches as the one with the most, with fillers at the end.
+        each rank gets as many micro-batches as the one with the most, with fillers at the end. With gradients the path
+        `shared` is `single`: activation checkpointing would run a layer twice over its cache.
         """
         path, limits = path or self.path, limits or [None] * len(rows)
+        if path == "shared" and torch.is_grad_enabled():
+            path = "single"
 
         def planned() -> Iterator[MicroBatch]:
             for members in self.length_classes.split(rows):
@@ -119,7 +124,11 @@ class Forward(Fallback):
             products = self._row_products if self._by_rows else contextlib.nullcontext()
             attending = registry.attending(batch.packed, self._last_layer.queries(batch.read))
             with attending, self._last_layer.only(read), products:
-                hidden = self.run_trunk(**inputs).last_hidden_state.flatten(0, 1)
+                if batch.segments is None:
+                    hidden = self.run_trunk(**inputs).last_hidden_state.flatten(0, 1)
+                else:
+                    tokens, most = inputs["input_ids"][0], self.max_batch_tokens
+                    hidden = self.continuation.hidden_states(self.run_trunk, tokens, batch.segments, most)
             states = HiddenStates(hidden, batch.rows, batch.spans, batch.last, read)
             del hidden, batch, inputs  # nothing but the states stays until the next forward
             # Plan and copy the next micro-batch before anybody waits for this one's result.

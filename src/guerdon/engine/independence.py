@@ -21,6 +21,7 @@ from torch import Tensor
 
 from guerdon.core import MIN_SHARED
 from guerdon.engine.attention import forms
+from guerdon.engine.continuing import copied, mapped
 from guerdon.engine.forward import Forward, HiddenStates
 from guerdon.engine.microbatches import MicroBatch
 from guerdon.engine.native.library import find
@@ -121,6 +122,41 @@ def _exchanges(batch: MicroBatch, leaf: int) -> Iterator[Swap]:
         )
 
 
+def check_copies(forward: Forward, row: np.ndarray) -> None:
+    """Raises NotImplementedError if tokens do not read all of the cache that they continue from, or a sibling's.
+
+    Some trunks begin a new state if more than one token follows, or mask the wrong keys if their first layer keeps
+    none, which a tolerance misses while weights are small. So two siblings continue from copies of a cache: the first
+    one's states need a gradient by every tensor of its copy, and must have none by the other's copy and tokens.
+    """
+    tokens, start = forward.to_device(row), 2 * len(row) // 3
+    leaves: list[Tensor] = []
+
+    def leaf(tensor: Tensor) -> Tensor:
+        own = tensor.clone()
+        if own.is_floating_point() and own.numel() and own.dim():
+            leaves.append(own.requires_grad_())
+        return own.clone()
+
+    def is_read(slope: Tensor | None) -> bool:
+        if slope is None:
+            return False
+        of_tokens = [dim for dim, size in enumerate(slope.shape) if size == start]  # every token's key is visible
+        return all(bool(slope.movedim(dim, 0).flatten(1).any(1).all()) for dim in of_tokens) and bool(slope.any())
+
+    step, run = forward.continuation.step, forward.run_trunk
+    with forward.no_gradients():
+        _, cache = step(run, [tokens[:start]], None, 0, keeps=True)
+    siblings = [tokens[start:], tokens[start:].flip(0)]
+    with torch.enable_grad(), torch.autograd.graph.allow_mutation_on_saved_tensors(), _embedded(forward) as embedded:
+        hidden, _ = step(run, siblings, mapped(copied(cache, 2), leaf), start, keeps=False)
+        slopes = torch.autograd.grad(_weighted_sum(hidden[0]), [*leaves, embedded[0]], allow_unused=True)
+    if unread := sum(not is_read(None if slope is None else slope[:1]) for slope in slopes):
+        raise NotImplementedError(f"a response would not read {unread} of {len(leaves)} tensors in its prompt's cache")
+    if any(slope is not None and slope[1:].any() for slope in slopes):
+        raise NotImplementedError("a response's states depend on its siblings")
+
+
 # -------------------------------------------------------------------------------------------------- the same bits
 
 
@@ -130,6 +166,8 @@ def why_bits_differ(forward: Forward, path: str, rows: list[np.ndarray], togethe
     Compares the rows' readable states from one packed batch, by row, with the first two, which begin alike, without
     sharing, with some in another order, and with some alone. The path's attention must be in use.
     """
+    if path == "shared":
+        return "a prompt that sequences share is computed before them"
     library, why = find()
     if library is None:
         return why
@@ -213,6 +251,15 @@ def embedding_gradients(
 
     An error in any layer's backward pass reaches the embeddings below it.
     """
+    with _embedded(forward) as leaves, torch.enable_grad():
+        for states in forward.run(batches):
+            states.hidden = torch.autograd.grad(total(states), leaves[0])[0].flatten(0, 1)
+            yield states
+
+
+@contextlib.contextmanager
+def _embedded(forward: Forward) -> Iterator[list[Tensor]]:
+    """Yields a list that has the last forward's embeddings, by which there are gradients."""
     leaves: list[Tensor] = []
 
     def catch(_: Any, __: Any, embedded: Tensor) -> Tensor:
@@ -221,20 +268,20 @@ def embedding_gradients(
 
     handle = forward.trunk.get_input_embeddings().register_forward_hook(catch)
     try:
-        with torch.enable_grad():
-            for states in forward.run(batches):
-                states.hidden = torch.autograd.grad(total(states), leaves[0])[0].flatten(0, 1)
-                yield states
+        yield leaves
     finally:
         handle.remove()
 
 
 def _has_gradient(forward: Forward, batch: MicroBatch, states_at: np.ndarray, tokens_at: np.ndarray) -> bool:
-    random = torch.Generator().manual_seed(0)
-
     def total(states: HiddenStates) -> Tensor:
-        kept = states.hidden[forward.to_device(states_at)].float()
-        return (kept * torch.randn(kept.shape, generator=random).to(kept.device)).sum()
+        return _weighted_sum(states.hidden[forward.to_device(states_at)])
 
     (states,) = embedding_gradients(forward, [batch], total)
     return bool(states.hidden[forward.to_device(tokens_at)].count_nonzero())
+
+
+def _weighted_sum(states: Tensor) -> Tensor:
+    """Returns a number on which every element of the states has an influence of its own."""
+    random = torch.randn(states.shape, generator=torch.Generator().manual_seed(0))
+    return (states.float() * random.to(states.device)).sum()

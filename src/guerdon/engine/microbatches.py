@@ -1,7 +1,8 @@
 """Rows of tokens into micro-batches: what one forward computes, by the path that the model runs on.
 
-`packed` and `packed+shared` make one row without padding (see `packing`), `padded` a right-padded batch, `single` a
-batch of one sequence. Only rows that do not change each other's scores share a micro-batch.
+`packed` and `packed+shared` make one row without padding (see `packing`), `shared` the segments of a forest (see
+`continuing`), `padded` a right-padded batch, `single` a batch of one sequence. Only rows that do not change each
+other's scores share a micro-batch.
 
 Micro-batches are planned on the host. They are copied from pinned memory, which does not wait for the device: from
 pageable memory CUDA would copy only after all queued kernels are done, and the device would be idle afterwards.
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from guerdon.core import WHOLE_GROUP, Sequence
-from guerdon.engine.packing import PackedBatch, Span, indices, pack
+from guerdon.engine.packing import PackedBatch, Segment, Span, indices, pack
 
 
 @dataclass(slots=True)
@@ -28,7 +29,8 @@ class MicroBatch:
 
     `tokens` is int64 `[T]`, or `[B,width]` if padded, with a `mask` of the same shape. `rows` are the callers' row
     numbers, `spans` where each of them lies, `last` (int64 `[B]`) the index of each row's last token. `packed` tells
-    attention the forest. `read` are the indices of the only hidden states that anybody reads, None for all of them.
+    attention the forest; `segments` are its segments if each has a forward of its own. `read` are the indices of the
+    only hidden states that anybody reads, None for all of them.
     `types` are the tokens' types, of their shape; None if all are 0.
     """
 
@@ -41,6 +43,7 @@ class MicroBatch:
     packed: PackedBatch | None = None
     read: np.ndarray | None = None
     types: np.ndarray | None = None
+    segments: list[Segment] | None = None
 
     def gather(self, i: int) -> np.ndarray:
         """Returns the indices (int64 `[len]`) of the hidden states of the i-th row."""
@@ -121,6 +124,9 @@ class Batcher:
         """
         if path.startswith("packed"):
             yield from self._packed(path, rows, limits, min(budget, self._most_tokens))
+        elif path == "shared":
+            for x in pack(rows, budget=budget, share=True, limits=limits, most=self._most(budget)):
+                yield MicroBatch(x.tokens, x.rows, x.spans, x.last, segments=x.segments)
         elif path == "padded":
             order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
             while order:
@@ -133,8 +139,7 @@ class Batcher:
                 yield MicroBatch(row, [i], [((0, len(row)),)], np.array([len(row) - 1]))
 
     def _packed(self, path: str, rows: list[np.ndarray], limits: list[int | None], budget: int) -> Iterator[MicroBatch]:
-        # On CPUs without gradients memory is plenty.
-        most = min(WHOLE_GROUP * budget, self._most_tokens) if self._on_cpu and not torch.is_grad_enabled() else budget
+        most = min(self._most(budget), self._most_tokens)
         for batch in pack(rows, budget=budget, share=path == "packed+shared", limits=limits, most=most):
             if batch.num_tokens == 1:
                 # Its only row again beside it: PyTorch computes some functions of a single token with other bits.
@@ -150,6 +155,10 @@ class Batcher:
                 (alone,) = pack([rows[i]], budget=budget, share=False)
                 alone.rows = [i]
                 yield self._of_packed(alone)
+
+    def _most(self, budget: int) -> int:
+        """Returns the tokens of a batch that ends with a whole group; on CPUs without gradients memory is plenty."""
+        return WHOLE_GROUP * budget if self._on_cpu and not torch.is_grad_enabled() else budget
 
     def _of_packed(self, batch: PackedBatch) -> MicroBatch:
         positions, padding = batch.positions, self._padding_idx

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from guerdon.core import MIN_SHARED
-from guerdon.distributed.shards import sorted_by_prefix
-from guerdon.engine.grouping import cut
+from guerdon.distributed.shards import cut, sorted_by_prefix
 
 MAX_DEPTH = 32
 """Levels of shared prefixes. Rows that branch more often are computed apart, whatever the budget."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from guerdon.core import MIN_SHARED, Score, Sequence
+from guerdon.core import MIN_SHARED, SHARING, Score, Sequence, common_prefix
 from guerdon.distributed.ranks import Ranks
 from guerdon.engine import independence
 from guerdon.engine.attention import forms, registry
 from guerdon.engine.checkpoint.weights import LoadedTrunk
+from guerdon.engine.continuing import LEAST_SAVED
 from guerdon.engine.fallback import OTHER_BITS, SAME_BITS
 from guerdon.engine.forward import Forward, HiddenStates
 from guerdon.engine.microbatches import MicroBatch
@@ -116,6 +118,9 @@ def _best_path(forward: Forward, *, gradients: bool, shares: bool) -> _Choice:
     info = forward.info
     rows = probe_rows(info.vocab_size, info.max_length, forward.pad_token_id)
     candidates = ["packed+shared", "packed"] if shares else ["packed"]
+    # Ranks in step run as many forwards; a prompt alone may have other rotary frequencies than before its response.
+    if shares and not forward.ranks.in_step and not forward.length_classes.depend_on_length:
+        candidates.append("shared")
     if forward.device.type != "cpu":
         candidates.append("padded")  # on a CPU padding costs more than batching gains
     with checking(forward.ranks):
@@ -133,8 +138,8 @@ def _best_path(forward: Forward, *, gradients: bool, shares: bool) -> _Choice:
             continue
         reasons += [f"attention without {form}: {why}" for form, why in skipped.items()]
         states, slopes = max(one.states for one in found), [one.slopes for one in found if one.slopes is not None]
-        also = f", its gradients within {max(slopes):.1e}" if slopes else ""
-        who = "neighbours and siblings" if path == "packed+shared" else "neighbours"
+        also = f", its gradients within {max(slopes):.1e}" if slopes else ", gradients are the plain one's" * gradients
+        who = "neighbours and siblings" if path in SHARING else "neighbours"
         change, count = max(one.swapped for one in found), sum(one.num_swapped for one in found)
         proof = f"{who} change nothing in {count} swaps ({_of(change)})" if count else _ALONE
         why = "; ".join([*reasons, f"agrees with the plain forward within {states:.1e}{also}"])
@@ -217,10 +222,15 @@ class _Probe:
             found = _Comparison(*self._compare(path))
             found.swapped, swaps[:] = independence.swap_neighbours(self._forward, path)
             found.num_swapped = sum(swap.num_rows for swap in swaps)
+            if path == "shared":
+                if not self._cuts_windows:  # behind a shorter window keys are not read
+                    independence.check_copies(self._forward, self._rows[0])
+                self._forward.continuation.most_rows = 1  # experts may round otherwise among other siblings only
+                found.is_reached = bool(found.swapped and independence.swap_neighbours(self._forward, path)[0])
             return found
 
         worst = self._on_all_ranks(path, compare)
-        if not worst.error and (worst.swapped or self._gradients is not None):
+        if not worst.error and path != "shared" and (worst.swapped or self._gradients is not None):
             reached = self._on_all_ranks(
                 path, lambda: _Comparison(is_reached=any(independence.is_reached(self._forward, x) for x in swaps))
             )
@@ -242,6 +252,7 @@ class _Probe:
         try:
             registry.register()
             forward.use(path)
+            forward.continuation.least_saved = 1  # probes are short
             if path.startswith("packed") and forward.trunk.config._attn_implementation != registry.NAME:
                 raise NotImplementedError("its attention is not in transformers' registry")
             with self._windows():
@@ -251,6 +262,7 @@ class _Probe:
         except (ValueError, NotImplementedError, RuntimeError, TypeError, LookupError, AttributeError) as e:
             own = _Comparison(error=(str(e).splitlines() or [type(e).__name__])[0][:120])
         finally:
+            forward.continuation.least_saved, forward.continuation.most_rows = LEAST_SAVED, sys.maxsize
             forward.use("single")
             forward.reset_after_error()
         found = [_Comparison(*told) for told in forward.ranks.tell_all(dataclasses.astuple(own))]
@@ -273,26 +285,31 @@ class _Probe:
         Raises NotImplementedError if no two sequences shared what the path lets them share, which proves nothing.
         """
         states, together, shared = 0.0, False, False
+        rows, alone = self._rows, self._states
         with self._forward.no_gradients():
-            for batch in self._forward.run(self._plan(path)):
-                read = self._forward.readable(batch, self._rows)
+            if path == "shared":  # many trunks run a single token behind a cache by other code
+                rows = [*rows, rows[0][: common_prefix(*rows[:2]) + 1]]
+                (short,) = self._forward.run(self._plan("single", rows[-1:]))
+                alone = alone | {len(rows) - 1: dataclasses.replace(short, rows=[len(rows) - 1])}
+            for batch in self._forward.run(self._plan(path, rows)):
+                read = self._forward.readable(batch, rows)
                 self._packed |= zip(batch.rows, read, strict=True)
-                plain = [self._forward.readable(self._states[row], self._rows)[0] for row in batch.rows]
+                plain = [self._forward.readable(alone[row], rows)[0] for row in batch.rows]
                 pairs = zip(read, plain, strict=True)
                 states = max(states, *(relative_difference(got, want[: len(got)]) for got, want in pairs))
                 together |= len(batch.rows) > 1
                 shared |= any(len(spans) > 1 for spans in batch.spans)
         if not together:
             raise NotImplementedError("no two of the sequences tried fit in one batch")
-        if path == "packed+shared" and not shared:
+        if path in SHARING and not shared:
             raise NotImplementedError("no two of the sequences tried share a beginning in one batch")
-        if self._gradients is None:
+        if self._gradients is None or path == "shared":
             return states, None
         return states, max(self._gradients_difference(batch) for batch in self._run_backward(path))
 
-    def _plan(self, path: str) -> Iterator[MicroBatch]:
+    def _plan(self, path: str, rows: list[np.ndarray] | None = None) -> Iterator[MicroBatch]:
         """Plans the probes in one batch if the path can: not split by length, and by no other rank's number of rows."""
-        rows = self._forward.seen(self._rows, path)
+        rows = self._forward.seen(rows or self._rows, path)
         for batch in self._forward.batcher.plan(path, rows, [None] * len(rows), self._budget):
             batch.read = self._forward.read_indices(batch, rows)
             yield batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 
-from guerdon.core import ModelInfo
+from guerdon.core import SHARING, ModelInfo
 from guerdon.critic_core import OperationInfo
 from guerdon.errors import InvalidRequest, Unavailable, UnknownModel
 from guerdon.kinds import all_kinds
@@ -23,7 +23,7 @@ def batch_limits(model: ServedModelConfig, served: Served, num_parts: int) -> Li
         max_batch_tokens=served.max_batch_tokens * (1 if served.takes_all else num_parts),
         max_queue_tokens=model.max_queue_tokens,
         max_queue_sequences=model.max_queue_sequences,
-        shares=served.info.path == "packed+shared",
+        shares=served.info.path in SHARING,
     )
 
 

@@ -5,6 +5,7 @@ import { count } from "./format.js";
 
 const PATHS = {
   "packed+shared": "packed, shared prompts computed once",
+  "shared": "not packed, shared prompts computed once",
   packed: "packed, without padding",
   padded: "padded to the longest",
   single: "one by one",
