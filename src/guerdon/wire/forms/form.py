@@ -45,12 +45,6 @@ Switch = Annotated[Literal["true", "false"], Meta(description="true or false")] 
 """A switch in the URL."""
 
 
-def unsupported(reason: str, *fine: Any) -> Meta:
-    """Marks a key that would change the answer, which is refused unless its value asks for nothing, or is `fine`."""
-    extra, none = {"refused": reason, "fine": fine}, {"type": "null"}
-    return Meta(description=f"not supported: {reason}", extra=extra, extra_json_schema=none)
-
-
 class Url(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The keys after the URL's `?`; others are refused, so that a misspelt one is not lost."""
 
@@ -72,12 +66,32 @@ class Keys(msgspec.Struct, kw_only=True):
                 raise InvalidRequest(f"{name} is not supported: {reason}")
 
 
+Asked = TypeVar("Asked", bound=Keys)
+
+
 @functools.cache
 def refused_keys(kind: type[Keys]) -> dict[str, tuple[str, tuple[Any, ...]]]:
     """Returns the keys that are not supported, each with the reason, and with values that are fine all the same."""
     metas = [(field.name, getattr(field.type, "__metadata__", ())) for field in msgspec.structs.fields(kind)]
     found = [(name, meta.extra) for name, several in metas for meta in several if "refused" in (meta.extra or {})]
     return {name: (extra["refused"], extra["fine"]) for name, extra in found}
+
+
+def refuses(names: str, reason: str, *fine: Any) -> Callable[[type[Asked]], type[Asked]]:
+    """Decorates an object with keys that would change the answer, unless they ask for nothing or are `fine`.
+
+    Errors and the API's description give the `reason`.
+    """
+    extra, none = {"refused": reason, "fine": fine}, {"type": "null"}
+    key = Annotated[Any, Meta(description=f"not supported: {reason}", extra=extra, extra_json_schema=none)]
+    fields = [(name, key, None) for name in names.split()]
+
+    def decorate(kind: type[Asked]) -> type[Asked]:
+        about = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+        made: Any = msgspec.defstruct(kind.__name__, fields, bases=(kind,), namespace=about, kw_only=True)
+        return made
+
+    return decorate
 
 
 class Body(Keys, kw_only=True):

@@ -17,19 +17,22 @@ from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest, SampleFailed
 from guerdon.teacher_core import NEXT_TOKENS, NextTokenRequest
 from guerdon.wire.bodies import MAX_ROWS, kind_of, to_ids
-from guerdon.wire.forms.form import MAX_JOINED, SOME, Body, Form, FormRequest, TokenId, Url, Whole, serves, unsupported
+from guerdon.wire.forms.form import MAX_JOINED, SOME, Body, Form, FormRequest, TokenId, Url, Whole, refuses, serves
 from guerdon.wire.forms.logprob_texts import Temperature, said_of
 from guerdon.wire.forms.openai import Usage, new_id, to_error
 
 _QUERY, _ITEMS = "a string or a list of token ids", "a list of strings, or a list of lists of token ids"
 _MAX_JOINED_IDS = MAX_JOINED >> 2
-_EMBEDDINGS = "send text or token ids"
 
 Query = Annotated[str | Annotated[list[TokenId], Meta(max_length=MAX_ROWS)], Meta(description=_QUERY)]
 Item = Annotated[str | list[TokenId], Meta(description="a string or a list of token ids")]
 Labels = Annotated[list[TokenId], SOME]
 
 
+@refuses("return_token_logprobs", "the scores are the labels' probabilities")
+@refuses("score_extraction_token", "the labels follow query and item")
+@refuses("return_pooled_hidden_states", "KServe's form gives hidden states")
+@refuses("query_embed_overrides item_embed_overrides embed_override_token_id", "send text or token ids")
 class SGLangScoreBody(Body, kw_only=True):
     """Query and items are both texts or both token ids; texts are joined before they are tokenised."""
 
@@ -40,12 +43,6 @@ class SGLangScoreBody(Body, kw_only=True):
     apply_softmax: bool = False
     temperature: Temperature = 1.0
     item_first: bool = False
-    return_token_logprobs: Annotated[Any, unsupported("the scores are the labels' probabilities")] = None
-    score_extraction_token: Annotated[Any, unsupported("the labels follow query and item")] = None
-    return_pooled_hidden_states: Annotated[Any, unsupported("KServe's form gives hidden states")] = None
-    query_embed_overrides: Annotated[Any, unsupported(_EMBEDDINGS)] = None
-    item_embed_overrides: Annotated[Any, unsupported(_EMBEDDINGS)] = None
-    embed_override_token_id: Annotated[Any, unsupported(_EMBEDDINGS)] = None
 
 
 class SGLangScoreReply(msgspec.Struct, kw_only=True):

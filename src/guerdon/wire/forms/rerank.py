@@ -19,8 +19,8 @@ from guerdon.wire.forms.form import (
     Whole,
     choose_by,
     pair_samples,
+    refuses,
     serves,
-    unsupported,
 )
 from guerdon.wire.forms.labels import Activation, activated, components_of, number
 from guerdon.wire.forms.openai import count_tokens, new_id, to_error
@@ -36,8 +36,6 @@ from guerdon.wire.forms.vllm_pooling import (
 )
 from guerdon.wire.score_tensors import scores_of
 
-_NOT_PARSED = "documents are texts here; send each as one text"
-
 
 class Document(msgspec.Struct):
     """A text, or a text in parts, which are joined by line breaks."""
@@ -50,6 +48,10 @@ class Document(msgspec.Struct):
 _One = Annotated[str | Document, Meta(description="a string, or an object with text")]
 
 
+@refuses("max_tokens_per_query max_tokens_per_doc max_chunks_per_doc", CUT)
+@refuses("rank_fields", "documents are texts here; send each as one text")
+@refuses("instruction", PUT_INTO_PROMPTS)
+@refuses("chat_template_kwargs", "pairs go through no chat template")
 class RerankBody(PoolingOptions, kw_only=True):
     """One query, and documents that are ordered by their scores; of `top_n` below 1 all are returned, as by vLLM."""
 
@@ -60,12 +62,6 @@ class RerankBody(PoolingOptions, kw_only=True):
     ]
     top_n: Whole | None = None
     return_documents: bool | None = None
-    max_tokens_per_query: Annotated[Any, unsupported(CUT)] = None
-    max_tokens_per_doc: Annotated[Any, unsupported(CUT)] = None
-    max_chunks_per_doc: Annotated[Any, unsupported(CUT)] = None
-    rank_fields: Annotated[Any, unsupported(_NOT_PARSED)] = None
-    instruction: Annotated[Any, unsupported(PUT_INTO_PROMPTS)] = None
-    chat_template_kwargs: Annotated[Any, unsupported("pairs go through no chat template")] = None
 
 
 class TEIRerankBody(Body, kw_only=True):

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from guerdon.core import ScoreRequest, Truncation
 from guerdon.errors import InvalidRequest
-from guerdon.wire.forms.form import Body, Switch, TokensUrl, Whole, unsupported
+from guerdon.wire.forms.form import Body, Switch, TokensUrl, Whole, refuses
 from guerdon.wire.forms.labels import Activation, in_base64
 
 EncodingFormat = Literal["float", "base64"] | None
@@ -23,6 +23,7 @@ class OptionsUrl(TokensUrl, kw_only=True, forbid_unknown_fields=True):
     activation: Switch = None
 
 
+@refuses("mm_processor_kwargs media_io_kwargs", "this server reads texts and token ids")
 class SampleOptions(Body, kw_only=True):
     """`softmax` and `activation` are older names of `use_activation`."""
 
@@ -36,8 +37,6 @@ class SampleOptions(Body, kw_only=True):
     use_activation: bool | None = None
     softmax: bool | None = None
     activation: bool | None = None
-    mm_processor_kwargs: Annotated[Any, unsupported("this server reads texts and token ids")] = None
-    media_io_kwargs: Annotated[Any, unsupported("this server reads texts and token ids")] = None
 
 
 def with_options(request: ScoreRequest, body: SampleOptions, priority: int) -> ScoreRequest:

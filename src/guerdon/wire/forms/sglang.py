@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -26,30 +26,20 @@ from guerdon.wire.score_tensors import scores_of
 _DEFAULT_MODEL = "default"
 """The name that SGLang's own clients send if they mean none."""
 
-_WHOLE_SAMPLES = "this server scores whole samples of text or token ids"
 _PAIRS = "to /score as text_1 and text_2"
-_MERGED = "serve the merged checkpoint under a name of its own"
-_ONLY_SCORES = "this server answers with scores only"
 
 
+@form.refuses(
+    "input_embeds image_data video_data audio_data embed_overrides embed_override_token_id positional_embed_overrides "
+    "multi_item_delimiter_indices token_indices_to_pool",
+    "this server scores whole samples of text or token ids",
+)
+@form.refuses("is_cross_encoder_request", f"send the pairs {_PAIRS}")
+@form.refuses("lora_path lora_id", "serve the merged checkpoint under a name of its own")
+@form.refuses("dimensions", "a reward is no embedding that could be shortened")
+@form.refuses("return_pooled_hidden_states return_prompt_token_ids", "this server answers with scores only")
 class SGLangBody(SampleOptions, kw_only=True):
     """Requests of a higher priority go first. The options beyond `priority` are vLLM's."""
-
-    input_embeds: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
-    image_data: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
-    video_data: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
-    audio_data: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
-    embed_overrides: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
-    embed_override_token_id: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
-    positional_embed_overrides: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
-    multi_item_delimiter_indices: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
-    token_indices_to_pool: Annotated[Any, form.unsupported(_WHOLE_SAMPLES)] = None
-    is_cross_encoder_request: Annotated[Any, form.unsupported(f"send the pairs {_PAIRS}")] = None
-    lora_path: Annotated[Any, form.unsupported(_MERGED)] = None
-    lora_id: Annotated[Any, form.unsupported(_MERGED)] = None
-    dimensions: Annotated[Any, form.unsupported("a reward is no embedding that could be shortened")] = None
-    return_pooled_hidden_states: Annotated[Any, form.unsupported(_ONLY_SCORES)] = None
-    return_prompt_token_ids: Annotated[Any, form.unsupported(_ONLY_SCORES)] = None
 
 
 _Text = Annotated[str, Meta(description=f"a string; send pairs {_PAIRS}")]
@@ -65,14 +55,14 @@ class NativeBody(SGLangBody, kw_only=True):
     rid: Annotated[str | list[str] | None, Meta(description="a string, or a list with one a sample")] = None
 
 
+@form.refuses("messages", "send conversations to /classify or /pooling")
+@form.refuses("normalize", "a reward has no length that could be made 1")
 class EmbeddingsBody(SGLangBody, kw_only=True):
     example: ClassVar[str] = '{"input": ["a prompt and its response"]}'
     input: form.TextsOrIds
     encoding_format: EncodingFormat = None
     embed_dtype: Literal["float32"] | None = None
     endianness: Endianness = None
-    messages: Annotated[Any, form.unsupported("send conversations to /classify or /pooling")] = None
-    normalize: Annotated[Any, form.unsupported("a reward has no length that could be made 1")] = None
 
 
 class FinishReason(msgspec.Struct):

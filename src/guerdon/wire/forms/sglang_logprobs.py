@@ -40,7 +40,6 @@ from guerdon.wire.tensors import pad_rows
 
 _NO_GENERATION = "a teacher does not generate: send max_new_tokens 0, or 1 for the likeliest next token"
 _ONE_LIKELIEST = "the next token is the likeliest one of the whole vocabulary"
-_MERGED = "serve the merged checkpoint under a name of its own"
 _NOT_SERVED = "this server answers with log-probs only"
 
 T = TypeVar("T")
@@ -50,6 +49,8 @@ GivenIds = Annotated[list[Given | list[Given] | None], form.SOME]
 Start = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="the first position in the reply, or -1 for none")]
 
 
+@form.refuses("beam_width repetition_penalty", _ONE_LIKELIEST, 1)
+@form.refuses("min_new_tokens logit_bias json_schema regex ebnf structural_tag custom_params watermark", _ONE_LIKELIEST)
 class Sampling(form.Keys, kw_only=True):
     """`logprobs_temperature` is ours; `temperature` changes nothing, as the token is the likeliest one."""
 
@@ -58,18 +59,23 @@ class Sampling(form.Keys, kw_only=True):
     temperature: float | None = None
     logprobs_temperature: Temperature | None = None
     n: Annotated[int, Meta(ge=1, le=1, description="1: a teacher gives only the likeliest next token")] | None = None
-    beam_width: Annotated[Any, form.unsupported(_ONE_LIKELIEST, 1)] = None
-    repetition_penalty: Annotated[Any, form.unsupported(_ONE_LIKELIEST, 1)] = None
-    min_new_tokens: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    logit_bias: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    json_schema: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    regex: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    ebnf: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    structural_tag: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    custom_params: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    watermark: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
 
 
+@form.refuses("stream", "the whole answer is there at once")
+@form.refuses(
+    "input_embeds image_data audio_data video_data mm_processor_kwargs positional_embed_overrides",
+    "send text or token ids",
+)
+@form.refuses("session_params", "send each prompt whole")
+@form.refuses("multi_item_delimiter_indices", "send query and items to /v1/score")
+@form.refuses("token_indices_to_pool", "send token_ids_logprob_positions")
+@form.refuses("lora_path lora_id", "serve the merged checkpoint under a name of its own")
+@form.refuses("custom_logit_processor watermark return_sampling_mask sampling_logprobs_mode", _ONE_LIKELIEST)
+@form.refuses("return_flat_raw_output_top_logprobs", "output_top_logprobs has them")
+@form.refuses("return_entropy", _NOT_SERVED + "; KServe's form gives entropies")
+@form.refuses("return_prompt_token_ids", "send logprob_start_len 0: each entry has its id")
+@form.refuses("return_routed_experts return_indexer_topk return_bytes", _NOT_SERVED)
+@form.refuses("return_hidden_states", _NOT_SERVED + "; KServe's form gives hidden states")
 class SGLangGenerateBody(form.Body, kw_only=True):
     """Either `text` or `input_ids`: one sample, or a list of them; other keys hold for all, or have a list."""
 
@@ -90,29 +96,6 @@ class SGLangGenerateBody(form.Body, kw_only=True):
     return_flat_raw_top_logprobs_b64: bool | None = None
     rid: Annotated[str | list[str] | None, Meta(description="a string, or a list with one a sample")] = None
     priority: form.Whole | None = None
-    stream: Annotated[Any, form.unsupported("the whole answer is there at once")] = None
-    input_embeds: Annotated[Any, form.unsupported("send text or token ids")] = None
-    image_data: Annotated[Any, form.unsupported("send text or token ids")] = None
-    audio_data: Annotated[Any, form.unsupported("send text or token ids")] = None
-    video_data: Annotated[Any, form.unsupported("send text or token ids")] = None
-    mm_processor_kwargs: Annotated[Any, form.unsupported("send text or token ids")] = None
-    positional_embed_overrides: Annotated[Any, form.unsupported("send text or token ids")] = None
-    session_params: Annotated[Any, form.unsupported("send each prompt whole")] = None
-    multi_item_delimiter_indices: Annotated[Any, form.unsupported("send query and items to /v1/score")] = None
-    token_indices_to_pool: Annotated[Any, form.unsupported("send token_ids_logprob_positions")] = None
-    lora_path: Annotated[Any, form.unsupported(_MERGED)] = None
-    lora_id: Annotated[Any, form.unsupported(_MERGED)] = None
-    custom_logit_processor: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    watermark: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    return_sampling_mask: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    sampling_logprobs_mode: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    return_flat_raw_output_top_logprobs: Annotated[Any, form.unsupported("output_top_logprobs has them")] = None
-    return_entropy: Annotated[Any, form.unsupported(_NOT_SERVED + "; KServe's form gives entropies")] = None
-    return_prompt_token_ids: Annotated[Any, form.unsupported("send logprob_start_len 0: each entry has its id")] = None
-    return_routed_experts: Annotated[Any, form.unsupported(_NOT_SERVED)] = None
-    return_indexer_topk: Annotated[Any, form.unsupported(_NOT_SERVED)] = None
-    return_bytes: Annotated[Any, form.unsupported(_NOT_SERVED)] = None
-    return_hidden_states: Annotated[Any, form.unsupported(_NOT_SERVED + "; KServe's form gives hidden states")] = None
 
 
 class GenerateMeta(msgspec.Struct, kw_only=True):

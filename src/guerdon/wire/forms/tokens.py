@@ -22,7 +22,6 @@ MAX_TEXT = 1 << 17
 MAX_SPANS = 1 << 15
 """The same of TEI's form, whose answer is up to a hundred times as large: writing it holds the GIL."""
 
-_OWN = "the checkpoint's own chat template is applied, to the messages alone"
 _ID_BYTES, _TOKEN_BYTES = 64, 512
 """Memory of an id while it is written, alone and with its text and place."""
 
@@ -57,6 +56,10 @@ class TextTokenizer(Protocol):
     def names_of(self, tokens: np.ndarray) -> list[str]: ...
 
 
+@form.refuses(
+    "chat_template chat_template_kwargs tools", "the checkpoint's own chat template is applied, to the messages alone"
+)
+@form.refuses("mm_processor_kwargs media_io_kwargs", "models here read only text")
 class TokenizeBody(form.Body, kw_only=True):
     """A text, to which nothing is added unless it is asked for, or messages, which the chat template renders."""
 
@@ -67,13 +70,9 @@ class TokenizeBody(form.Body, kw_only=True):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template: Annotated[Any, form.unsupported(_OWN)] = None
-    chat_template_kwargs: Annotated[Any, form.unsupported(_OWN)] = None
-    tools: Annotated[Any, form.unsupported(_OWN)] = None
-    mm_processor_kwargs: Annotated[Any, form.unsupported("models here read only text")] = None
-    media_io_kwargs: Annotated[Any, form.unsupported("models here read only text")] = None
 
 
+@form.refuses("prompt_name", "models have no named prompts here")
 class TEITokenizeBody(form.Body, kw_only=True):
     """One text, or several."""
 
@@ -83,7 +82,6 @@ class TEITokenizeBody(form.Body, kw_only=True):
         Meta(description="a string, or a list of strings"),
     ]
     add_special_tokens: bool | None = None
-    prompt_name: Annotated[Any, form.unsupported("models have no named prompts here")] = None
 
 
 class DetokenizeBody(form.Body, kw_only=True):

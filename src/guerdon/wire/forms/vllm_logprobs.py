@@ -45,13 +45,14 @@ CONTEXT = 16
 _NO_GENERATION = "a teacher does not generate: send max_tokens 0, or 1 for the likeliest next token"
 _ONE_LIKELIEST = "the next token is the likeliest one of the whole vocabulary"
 _GENERATE = "/inference/v1/generate"
-_WHOLE = "positions would shift; send shorter prompts"
 
 Ids = Annotated[list[form.TokenId], form.SOME]
 IdRows = Annotated[list[list[Annotated[int, Meta(ge=-1, le=2**63 - 1)]]], form.SOME]
 One = Annotated[int, Meta(ge=1, le=1, description="1: a teacher gives only the likeliest next token")]
 
 
+@form.refuses("logit_bias allowed_token_ids min_tokens bad_words structured_outputs watermarking", _ONE_LIKELIEST)
+@form.refuses("repetition_penalty", _ONE_LIKELIEST, 1)
 class SamplingKeys(form.Keys, kw_only=True):
     """`logprobs_temperature` is ours; `temperature` changes nothing, as in vLLM."""
 
@@ -61,15 +62,17 @@ class SamplingKeys(form.Keys, kw_only=True):
     temperature: float | None = None
     logprobs_temperature: Temperature | None = None
     n: One | None = None
-    logit_bias: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    allowed_token_ids: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    repetition_penalty: Annotated[Any, form.unsupported(_ONE_LIKELIEST, 1)] = None
-    min_tokens: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    bad_words: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    structured_outputs: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    watermarking: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
 
 
+@form.refuses("stream", "the whole answer is there at once")
+@form.refuses("suffix use_beam_search", _ONE_LIKELIEST)
+@form.refuses("response_format", _ONE_LIKELIEST, {"type": "text"})
+@form.refuses("vllm_xargs", "vLLM's extensions are not here")
+@form.refuses("return_weight_versions", "the header guerdon-weights-version names them")
+@form.refuses("prompt_embeds", "send text or token ids")
+@form.refuses("truncate_prompt_tokens", "positions would shift; send shorter prompts")
+@form.refuses("logprob_token_ids", f"send prompt_logprob_token_ids to {_GENERATE}")
+@form.refuses("prompt_logprob_token_ids", f"send it to {_GENERATE}")
 class CompletionsBody(SamplingKeys, kw_only=True):
     """Asks about each `prompt`."""
 
@@ -82,18 +85,11 @@ class CompletionsBody(SamplingKeys, kw_only=True):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    stream: Annotated[Any, form.unsupported("the whole answer is there at once")] = None
-    suffix: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    use_beam_search: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    response_format: Annotated[Any, form.unsupported(_ONE_LIKELIEST, {"type": "text"})] = None
-    vllm_xargs: Annotated[Any, form.unsupported("vLLM's extensions are not here")] = None
-    return_weight_versions: Annotated[Any, form.unsupported("the header guerdon-weights-version names them")] = None
-    prompt_embeds: Annotated[Any, form.unsupported("send text or token ids")] = None
-    truncate_prompt_tokens: Annotated[Any, form.unsupported(_WHOLE)] = None
-    logprob_token_ids: Annotated[Any, form.unsupported(f"send prompt_logprob_token_ids to {_GENERATE}")] = None
-    prompt_logprob_token_ids: Annotated[Any, form.unsupported(f"send it to {_GENERATE}")] = None
 
 
+@form.refuses("logprob_token_ids", "send prompt_logprob_token_ids")
+@form.refuses("trace_decode_token_ids", _ONE_LIKELIEST)
+@form.refuses("extra_args", "vLLM's extensions are not here")
 class SamplingParams(SamplingKeys, kw_only=True):
     """Row r of `prompt_logprob_token_ids` is about the prompt's token `prompt_logprob_start` + r + 1."""
 
@@ -101,11 +97,10 @@ class SamplingParams(SamplingKeys, kw_only=True):
     prompt_logprob_token_ids: IdRows | None = None
     prompt_logprob_start: Count | None = None
     detokenize: bool = True
-    logprob_token_ids: Annotated[Any, form.unsupported("send prompt_logprob_token_ids")] = None
-    trace_decode_token_ids: Annotated[Any, form.unsupported(_ONE_LIKELIEST)] = None
-    extra_args: Annotated[Any, form.unsupported("vLLM's extensions are not here")] = None
 
 
+@form.refuses("stream", "the whole answer is there at once")
+@form.refuses("features content_parts", "send token ids")
 class GenerateBody(form.Body, kw_only=True):
     example: ClassVar[str] = '{"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}'
     token_ids: Ids
@@ -114,9 +109,6 @@ class GenerateBody(form.Body, kw_only=True):
     priority: form.Whole | None = None
     return_token_ids: bool | None = None
     output_mode: Literal["tokens"] | None = None
-    stream: Annotated[Any, form.unsupported("the whole answer is there at once")] = None
-    features: Annotated[Any, form.unsupported("send token ids")] = None
-    content_parts: Annotated[Any, form.unsupported("send token ids")] = None
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):

@@ -26,8 +26,6 @@ from guerdon.wire.forms.sample_options import (
 )
 from guerdon.wire.score_tensors import scores_of
 
-_RENDER = "the server renders messages by the checkpoint's own template; send input, rendered"
-_AS_IT_STANDS = "conversations are scored whole; send rendered input"
 CUT = "cut the texts before they are sent"
 PUT_INTO_PROMPTS = "put it into the prompts"
 _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
@@ -39,26 +37,27 @@ class PoolingOptions(SampleOptions, kw_only=True):
     request_id: str | None = None
 
 
+@form.refuses("normalize", "vLLM removed it; send use_activation")
+@form.refuses("dimensions", "a reward is no embedding that could be shortened")
+@form.refuses(
+    "chat_template chat_template_kwargs",
+    "the server renders messages by the checkpoint's own template; send input, rendered",
+)
+@form.refuses("add_generation_prompt continue_final_message", "conversations are scored whole; send rendered input")
 class ClassifyBody(PoolingOptions, kw_only=True):
     """Samples as `input`, or one conversation as `messages`; never both."""
 
     example: ClassVar[str] = '{"input": ["a prompt and its response"], "use_activation": false}'
     input: form.TextsOrIds | UnsetType = UNSET
     messages: form.Conversation | UnsetType = UNSET
-    normalize: Annotated[Any, form.unsupported("vLLM removed it; send use_activation")] = None
-    dimensions: Annotated[Any, form.unsupported("a reward is no embedding that could be shortened")] = None
-    chat_template: Annotated[Any, form.unsupported(_RENDER)] = None
-    chat_template_kwargs: Annotated[Any, form.unsupported(_RENDER)] = None
-    add_generation_prompt: Annotated[Any, form.unsupported(_AS_IT_STANDS)] = None
-    continue_final_message: Annotated[Any, form.unsupported(_AS_IT_STANDS)] = None
 
 
+@form.refuses("data", "it is for plugins of vLLM; send input")
 class PoolingBody(ClassifyBody, kw_only=True):
     task: Literal["classify", "token_classify"] | None = None
     encoding_format: EncodingFormat = None
     embed_dtype: Literal["float32"] | None = None
     endianness: Endianness = None
-    data: Annotated[Any, form.unsupported("it is for plugins of vLLM; send input")] = None
 
 
 class ContentPart(msgspec.Struct):
@@ -80,6 +79,9 @@ Side = Annotated[
 ]
 
 
+@form.refuses("max_tokens_per_query max_tokens_per_doc", CUT)
+@form.refuses("instruction", PUT_INTO_PROMPTS)
+@form.refuses("chat_template_kwargs", "pairs go through no chat template")
 class PairsBody(PoolingOptions, kw_only=True):
     """Prompts and responses under one pair of names; one prompt goes with all responses, or one with each."""
 
@@ -91,10 +93,6 @@ class PairsBody(PoolingOptions, kw_only=True):
     items: Side | None = None
     data_1: Side | None = None
     data_2: Side | None = None
-    max_tokens_per_query: Annotated[Any, form.unsupported(CUT)] = None
-    max_tokens_per_doc: Annotated[Any, form.unsupported(CUT)] = None
-    instruction: Annotated[Any, form.unsupported(PUT_INTO_PROMPTS)] = None
-    chat_template_kwargs: Annotated[Any, form.unsupported("pairs go through no chat template")] = None
 
 
 class PoolingUsage(Usage, kw_only=True):
