@@ -5,7 +5,6 @@ A judge's samples become a plan of questions, and the answers one score for each
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 from collections.abc import Iterable
@@ -119,6 +118,8 @@ class JudgeKind(Kind):
         judge: Any = asked.served
         if len(reply.results) <= _INLINE_QUESTIONS:
             return _reduce(judge, asked.plan, reply, metrics)
+        import asyncio  # here, because `--help` would wait for it
+
         return await asyncio.to_thread(_reduce, judge, asked.plan, reply, metrics)
 
     def tokenizer(self, served: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from collections.abc import Sequence as ListLike
@@ -129,6 +128,8 @@ class Sum:
 
     async def ask(self, request: ScoreRequest, score: Callable[[str], Coroutine[Any, Any, ScoreReply]]) -> ScoreReply:
         """Returns the sum's reply; if a component refuses, the others drop the request, and its error is raised."""
+        import asyncio  # here, because `--help` would wait for it
+
         self.check(request)
 
         async def ask(component: str) -> ScoreReply:
