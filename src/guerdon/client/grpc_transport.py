@@ -9,7 +9,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from guerdon import errors
 from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
 from guerdon.client.retry import Configure, Describe, Exchange, FetchHead, Infer, InferResult, Ready, RetryPolicy
-from guerdon.client.statuses import CERTIFICATE_HINT, add_key_hint, error_of, tls_failure
+from guerdon.client.statuses import CERTIFICATE_HINT, stated, stated_error, tls_failure
 from guerdon.wire import kserve_grpc
 
 _NO_CONNECTION = ("failed to connect", "DNS resolution failed")
@@ -76,7 +76,7 @@ class GrpcExchange:
         """Returns the metadata to send: the connection's `own`, and the trace's."""
         return (*own, *self.step.trace) if isinstance(self.step, Infer) else own
 
-    def result(self, message: Any, metadata: Iterable[tuple[str, str | bytes]]) -> Any:
+    def result(self, message: Any, metadata: Mapping[str, Any]) -> Any:
         """Returns the step's result, from the reply's message and metadata."""
         match self.step:
             case Ready():
@@ -100,8 +100,8 @@ class GrpcExchange:
                     raise errors.ServerFault(f"{self.url} sent a malformed reply: {e}") from e
                 return InferResult(
                     reply,
-                    queue_s=(_number(metadata, "guerdon-queue-ms") or 0.0) / 1e3,
-                    compute_s=(_number(metadata, "guerdon-compute-ms") or 0.0) / 1e3,
+                    queue_s=(stated(metadata, "guerdon-queue-ms") or 0.0) / 1e3,
+                    compute_s=(stated(metadata, "guerdon-compute-ms") or 0.0) / 1e3,
                 )
 
     def failure(self, error: Any) -> errors.GuerdonError:
@@ -125,10 +125,7 @@ class GrpcExchange:
             return errors.DeadlineExceeded(
                 f"no answer from {self.url} within {step.timeout_s:.3g} s; raise timeout_s to wait longer"
             )
-        trailing = error.trailing_metadata() or ()
-        class_name = next((value for key, value in trailing if key == "guerdon-error"), None)
-        num_steps = _number(trailing, "guerdon-num-steps")
-        return add_key_hint(error_of(code, details, _number(trailing, "retry-after"), class_name, num_steps), self.url)
+        return stated_error(code, details, dict(error.trailing_metadata() or ()), self.url)
 
 
 class GrpcTransport:
@@ -175,7 +172,7 @@ class GrpcTransport:
                 rpc.cancel()  # no-op unless this task was cancelled
         if rpc.code() is not grpc.StatusCode.OK:
             raise exchange.failure(rpc)
-        return exchange.result(rpc.result(), (*rpc.initial_metadata(), *rpc.trailing_metadata()))
+        return exchange.result(rpc.result(), dict((*rpc.initial_metadata(), *rpc.trailing_metadata())))
 
     def perform_here(self, step: Infer) -> Any:
         """Returns what `perform` returns, but blocks; for any thread."""
@@ -187,7 +184,7 @@ class GrpcTransport:
                 )
             except grpc.RpcError as e:
                 raise exchange.failure(e) from e
-        return exchange.result(message, (*rpc.initial_metadata(), *rpc.trailing_metadata()))
+        return exchange.result(message, dict((*rpc.initial_metadata(), *rpc.trailing_metadata())))
 
     async def close(self) -> None:
         """Closes the channel; calls in progress end with Cancelled."""
@@ -261,10 +258,3 @@ def _options(policy: RetryPolicy) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", 330_000),
         ("grpc.keepalive_timeout_ms", 20_000),
     ]
-
-
-def _number(metadata: Iterable[tuple[str, str | bytes]], name: str) -> float | None:
-    for key, value in metadata:
-        if key == name:
-            return float(value)
-    return None

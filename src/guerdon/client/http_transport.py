@@ -21,7 +21,7 @@ from guerdon import errors
 from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
 from guerdon.client.retry import Configure, Describe, Exchange, FetchHead, Infer, InferResult, Ready, RetryPolicy
-from guerdon.client.statuses import CERTIFICATE_HINT, add_key_hint, error_of, tls_failure
+from guerdon.client.statuses import CERTIFICATE_HINT, error_of, stated, stated_error, tls_failure
 from guerdon.wire import kserve
 
 Json = TypeVar("Json", dict[str, Any], list[Any])
@@ -122,8 +122,8 @@ class HttpExchange:
                     raise errors.ServerFault(f"{self.url} sent a malformed reply: {e}") from e
                 return InferResult(
                     decoded,
-                    queue_s=_number(reply.headers, "guerdon-queue-ms", 0.0) / 1e3,
-                    compute_s=_number(reply.headers, "guerdon-compute-ms", 0.0) / 1e3,
+                    queue_s=(stated(reply.headers, "guerdon-queue-ms") or 0.0) / 1e3,
+                    compute_s=(stated(reply.headers, "guerdon-compute-ms") or 0.0) / 1e3,
                 )
 
     def failure(self, error: BaseException) -> errors.GuerdonError:
@@ -168,9 +168,7 @@ class HttpExchange:
                 return errors.Unavailable(message)
         elif status == 404 or (status == 400 and isinstance(self.step, Describe)):
             return errors.UnknownModel(message)
-        retry_after_s = _number(reply.headers, "retry-after", None)
-        class_name, num_steps = reply.headers.get("guerdon-error"), _number(reply.headers, "guerdon-num-steps", None)
-        return add_key_hint(error_of(status, message, retry_after_s, class_name, num_steps), self.url)
+        return stated_error(status, message, reply.headers, self.url)
 
 
 class _KeepAliveBackend(httpcore.AnyIOBackend):
@@ -331,10 +329,3 @@ def _reason(error: BaseException | None) -> str:
 
 def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.encode("ascii"), value.encode("ascii")) for name, value in headers.items()]
-
-
-def _number(headers: Mapping[str, Any], name: str, default: Any) -> Any:
-    try:
-        return float(headers[name])
-    except (KeyError, TypeError, ValueError):
-        return default

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from guerdon import errors
 from guerdon.errors import GuerdonError
 
@@ -37,8 +40,18 @@ def error_of(
     return _BY_GRPC.get(status, errors.ServerFault)(message)
 
 
-def add_key_hint(error: GuerdonError, url: str) -> GuerdonError:
-    """Returns the error; one about the key also names the server and how to give a key."""
+def stated(headers: Mapping[str, Any], name: str) -> float | None:
+    """Returns the number that a server states in its headers or metadata under that name, None without one."""
+    try:
+        return float(headers[name])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def stated_error(status: int | str, message: str, headers: Mapping[str, Any], url: str) -> GuerdonError:
+    """Returns `error_of` what a server states; an error about the key also names the server and how to give a key."""
+    retry_after_s, num_steps = stated(headers, "retry-after"), stated(headers, "guerdon-num-steps")
+    error = error_of(status, message, retry_after_s, headers.get("guerdon-error"), num_steps)
     if isinstance(error, errors.Unauthenticated | errors.Forbidden):
         return type(error)(f"{error} ({url}; a key comes by GUERDON_API_KEY or credentials=)")
     return error

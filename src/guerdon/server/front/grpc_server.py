@@ -14,21 +14,20 @@ from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
-from guerdon.core import ModelInfo, ScoreReply
+from guerdon.core import ModelInfo
 from guerdon.critic_core import OperationInfo
 from guerdon.errors import (
     GuerdonError,
     InvalidRequest,
     ServerFault,
     StartError,
-    TrainFailed,
     UnknownModel,
 )
 from guerdon.server import status, tracing
 from guerdon.server.auth import ANYBODY, PYTRITONS_METADATA, Caller, read_pems, tls_context
 from guerdon.server.front.admission import Admission, Decoder, Visit
 from guerdon.server.front.grpc_messages import Receiving, end_unread, write_or_end
-from guerdon.server.front.http_request import LEAST_BYTES_PER_S
+from guerdon.server.front.http_request import LEAST_BYTES_PER_S, Headers, answer_headers, error_headers
 from guerdon.server.front.request_spans import message_span, with_span
 from guerdon.server.logs import failure, without_frames
 from guerdon.server.service import Service
@@ -277,12 +276,8 @@ class _Front:
                 if not is_stream:
                     service.metrics.client_request_done(name, kind)
             tracing.failed(error)
-            trailing = [("guerdon-error", type(error).__name__)]
-            if error.retry_after_s is not None:
-                trailing.append(("retry-after", str(math.ceil(error.retry_after_s))))
-            if isinstance(error, TrainFailed):
-                trailing.append(("guerdon-num-steps", str(error.num_steps)))
-            await context.abort(grpc.StatusCode[error.grpc], _cut(str(error)), tuple(trailing))
+            trailing = _metadata(error_headers(error))
+            await context.abort(grpc.StatusCode[error.grpc], _cut(str(error)), trailing)
             raise error  # abort has raised already
 
         if service.traces is None:
@@ -354,14 +349,7 @@ class _Front:
         context.add_done_callback(lambda _: exchange.release())
         if (reply_bytes := reply.ByteSize()) > _MOST_BUFFERED_BYTES:
             end_unread(context, self._seconds_to_send(reply_bytes))
-        answer = exchange.answer
-        trailing: list[tuple[str, str]] = []
-        if isinstance(answer, ScoreReply):
-            trailing.append(("guerdon-queue-ms", f"{answer.queue_s * 1e3:.3f}"))
-            trailing.append(("guerdon-compute-ms", f"{answer.compute_s * 1e3:.3f}"))
-        if answer is not None:
-            trailing.append(("guerdon-weights-version", answer.weights_version))
-        context.set_trailing_metadata(tuple(trailing))
+        context.set_trailing_metadata(_metadata(answer_headers(exchange.answer)))
         return reply
 
     async def ModelStreamInfer(self, call: _Call) -> None:
@@ -448,6 +436,10 @@ def _to_error(method: str, error: Exception) -> GuerdonError:
         return without_frames(error)
     failure(logger, logging.ERROR, "unexpected error in %s", method, error=error)
     return ServerFault("internal error; the server's log has the details")
+
+
+def _metadata(headers: Headers) -> tuple[tuple[str, str], ...]:
+    return tuple((name.decode(), value.decode("latin-1")) for name, value in headers)
 
 
 def _serialised(reply: Any) -> bytes:

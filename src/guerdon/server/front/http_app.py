@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
 import re
 import time
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from guerdon.errors import (
     PayloadTooLarge,
     RouteNotFound,
     ServerFault,
-    TrainFailed,
     Unauthenticated,
     Unavailable,
     Unsupported,
@@ -44,6 +42,7 @@ from guerdon.server.front.http_request import (
     Stream,
     UploadTooSlow,
     error_header,
+    error_headers,
     send_reply,
     send_stream,
     version_header,
@@ -193,15 +192,11 @@ class App:
 
     async def _refuse(self, error: GuerdonError, request: HttpRequest, send: Send) -> None:
         tracing.failed(error)
-        headers: Headers = [JSON, error_header(type(error))]
-        if isinstance(error, TrainFailed):
-            headers.append((b"guerdon-num-steps", b"%d" % error.num_steps))
+        headers: Headers = [JSON, *error_headers(error)]
         if isinstance(error, Unauthenticated):
             headers += _CHALLENGES
         if isinstance(error, MethodNotAllowed) and (route := self.find(request)) is not None:
             headers.append((b"allow", ", ".join(route.methods).encode()))
-        if error.retry_after_s is not None:
-            headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after_s)))
         is_unread = isinstance(error, _UNREAD)
         if is_unread:
             headers.append((b"connection", b"close"))

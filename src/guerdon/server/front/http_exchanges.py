@@ -13,12 +13,10 @@ from guerdon.server.front.admission import Admission, Decoder, Visit
 from guerdon.server.front.http_request import (
     JSON,
     READ_INLINE_BYTES,
-    Headers,
     HttpRequest,
     Reply,
     Stream,
-    score_headers,
-    version_header,
+    answer_headers,
 )
 from guerdon.server.reading import INLINE_BYTES
 from guerdon.settings.config import LimitsConfig
@@ -71,11 +69,7 @@ class KServeExchange:
         num_bytes = max(self.num_bytes, self._visit.table_bytes(answer, info))
         make = functools.partial(_body, write, self._visit, self._request)
         payload, json_length = await self._visit.run(make, num_bytes)
-        headers: Headers = []
-        if isinstance(answer, ScoreReply):
-            headers = score_headers(answer)
-        elif answer is not None:
-            headers = [version_header(answer.weights_version)]
+        headers = answer_headers(answer)
         if json_length is None:
             headers.append(JSON)
         else:
@@ -128,7 +122,7 @@ class FormExchange:
         num_bytes = max(self._size, self._visit.table_bytes(answer, info), len(answer.results) * _ROW_BYTES)
         make = functools.partial(_body, functools.partial(self._write, answer, info), self._visit, self._request)
         payload, _ = await self._visit.run(make, num_bytes)
-        return 200, [*score_headers(answer), JSON], payload
+        return 200, [*answer_headers(answer), JSON], payload
 
     def _write(self, reply: ScoreReply, info: ModelInfo) -> InPieces:
         return InPieces(bodies.write_in_pieces(self._asked.to_reply(reply, info)))

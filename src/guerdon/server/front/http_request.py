@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
@@ -11,13 +12,14 @@ from urllib.parse import parse_qsl
 from starlette.types import Receive, Scope, Send
 
 from guerdon.core import ScoreReply
-from guerdon.errors import Cancelled, DeadlineExceeded, GuerdonError, InvalidRequest, PayloadTooLarge
+from guerdon.errors import Cancelled, DeadlineExceeded, GuerdonError, InvalidRequest, PayloadTooLarge, TrainFailed
 from guerdon.server.auth import Caller
 from guerdon.server.front.admission import Place
 from guerdon.server.reading import INLINE_BYTES
 from guerdon.settings.config import LimitsConfig
 from guerdon.wire import bodies
 from guerdon.wire.inflate import PIECE, Inflater
+from guerdon.wire.kserve import ServedReply
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -190,6 +192,16 @@ def error_header(kind: type[GuerdonError]) -> tuple[bytes, bytes]:
     return b"guerdon-error", kind.__name__.encode()
 
 
+def error_headers(error: GuerdonError) -> Headers:
+    """Returns the headers, or gRPC's metadata, on an error: its class, when to try again, and TrainFailed's steps."""
+    headers: Headers = [error_header(type(error))]
+    if isinstance(error, TrainFailed):
+        headers.append((b"guerdon-num-steps", b"%d" % error.num_steps))
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after_s)))
+    return headers
+
+
 async def send_stream(send: Send, reply: Reply, write_timeout_s: float, has_left: Callable[[], bool]) -> bool:
     """Sends status, headers and a body in pieces, each when the client has read those before it.
 
@@ -222,13 +234,15 @@ def version_header(weights_version: str) -> tuple[bytes, bytes]:
     return b"guerdon-weights-version", weights_version.encode("latin-1", "replace")
 
 
-def score_headers(reply: ScoreReply) -> Headers:
-    """Returns the headers on how long the samples waited and were computed, and by which weights."""
-    return [
-        (b"guerdon-queue-ms", b"%.3f" % (reply.queue_s * 1e3)),
-        (b"guerdon-compute-ms", b"%.3f" % (reply.compute_s * 1e3)),
-        version_header(reply.weights_version),
-    ]
+def answer_headers(answer: ServedReply) -> Headers:
+    """Returns the headers, or gRPC's metadata, on an answer: how long its samples took, and by which weights."""
+    headers: Headers = []
+    if isinstance(answer, ScoreReply):
+        headers.append((b"guerdon-queue-ms", b"%.3f" % (answer.queue_s * 1e3)))
+        headers.append((b"guerdon-compute-ms", b"%.3f" % (answer.compute_s * 1e3)))
+    if answer is not None:
+        headers.append(version_header(answer.weights_version))
+    return headers
 
 
 async def _inflate(body: bytearray, place: Place, max_bytes: int) -> bytearray:

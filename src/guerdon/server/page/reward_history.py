@@ -94,7 +94,6 @@ class RewardHistory:
         self.num_pending = 0
         """Returns the number of noted rewards that are not folded."""
         self._versions: dict[str, tuple[str, deque[tuple[float, str]]]] = {}
-        self._last = 0.0
         self._random = np.random.default_rng(seed)
 
     def note(self, name: str, time: float, rewards: list[float], lengths: list[int]) -> None:
@@ -125,7 +124,6 @@ class RewardHistory:
             name, time, rewards, lengths = self._pending.popleft()
             self.num_pending -= len(rewards)
             together.setdefault((name, int(time // FINE_S)), []).append((rewards, lengths))
-            self._last = max(self._last, time)
         for (name, at), parts in together.items():
             rows = np.empty((sum(len(rewards) for rewards, _ in parts), 2))
             rows[:, 0] = np.fromiter(chain.from_iterable(rewards for rewards, _ in parts), np.float64, len(rows))
