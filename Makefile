@@ -23,7 +23,7 @@ NUMERIC := tests/training/algorithms $(addprefix tests/engine/test_,$(addsuffix 
 	layers logprobs passes)) tests/engine/checkpoint/test_reward_models.py $(addprefix tests/training/test_,$(addsuffix .py,exact optimiser policy_exact))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo real test test-all test-real test-small extras browser docs pages fuzz trainers ray manifests check audit format bench clean
+.PHONY: help demo real test test-all test-real test-small extras browser docs pages fuzz trainers ray architectures manifests check audit format bench clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ fuzz: $(VENV)/.dev  ## a million inputs and more to codecs, forms and a server (
 trainers: $(VENV)/.dev  ## try the real trainers, each in an environment of its own (gigabytes, once)
 	$(BIN)/python tests/trainers/environments.py --missing
 	$(BIN)/python -m pytest -q tests/trainers $(ARGS)
+
+architectures: $(VENV)/.dev  ## try each architecture of transformers as a small random model; writes docs/architectures.md
+	$(BIN)/python scripts/architectures.py $(ARGS)
 
 ray: $(VENV)/.dev  ## install Ray too (300 MB, once), and try the service as a Ray Serve deployment
 	$(PIP) install -c constraints.txt -e '.[dev,ray]'
