@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 57_906,
+    "lines of src": 57_837,
     "files of src": 316,
     "lines of tests": 77_530,
     "modules with one importer": 69,

@@ -15,23 +15,15 @@ from guerdon.wire.forms import (
     vllm_logprobs,
     vllm_pooling,
 )
-from guerdon.wire.forms.form import Form
+from guerdon.wire.forms.form import forms_of
 
-FORMS: dict[str, Form] = (
-    openrlhf_reward.FORMS
-    | slime.FORMS
-    | vllm_pooling.FORMS
-    | sglang.FORMS
-    | tei.FORMS
-    | rerank.FORMS
-    | llama_factory.FORMS
-)
+FORMS = forms_of(openrlhf_reward, slime, vllm_pooling, sglang, tei, rerank, llama_factory)
 """The forms that ask for scores, by the path that serves them."""
 
-TEACHER_FORMS: dict[str, Form] = vllm_logprobs.FORMS | sglang_logprobs.FORMS | trl_logprobs.FORMS | label_probs.FORMS
+TEACHER_FORMS = forms_of(vllm_logprobs, sglang_logprobs, trl_logprobs, label_probs)
 """The forms that ask a language model for log-probs, by the path that serves them."""
 
-ENVIRONMENT_FORMS: dict[str, Form] = gym.FORMS
+ENVIRONMENT_FORMS = gym.FORMS | forms_of(gym)
 """The forms that ask for the rewards of rollouts, by the path that serves them."""
 
 TOKEN_FORMS = tokens.FORMS

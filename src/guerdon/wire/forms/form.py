@@ -6,6 +6,7 @@ import functools
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -144,7 +145,7 @@ class FormRequest:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One path of another server's protocol; `peer` names that server.
+    """What some `paths` of another server's protocol take and answer; `peer` names that server.
 
     It reads `bodies` and `url` and writes `replies`, which are structs; `choose` picks one of several `bodies`. `error`
     is the struct of its errors; `to_error` returns one with its status. Requests that name no model get the first that
@@ -160,6 +161,7 @@ class Form:
     to_error: Callable[[GuerdonError], tuple[int, msgspec.Struct]]
     choose: Callable[[Octets], type[Keys]] | None = None
     output: str = schema.REWARDS.name
+    paths: tuple[str, ...] = ()
 
     def read(self, body: Octets, query: Mapping[str, str]) -> FormRequest:
         """Returns the request in the body and the URL's query; raises InvalidRequest."""
@@ -180,28 +182,31 @@ def read_body(form: Any, body: Octets, query: Mapping[str, str]) -> tuple[Any, A
 
 
 ToError = Callable[[GuerdonError], tuple[int, msgspec.Struct]]
-ToRequest = TypeVar("ToRequest", bound=Callable[[Any, Any], FormRequest])
 
 
 def serves(
-    forms: dict[str, Form],
     paths: str,
     peer: str,
     *replies: Any,
     to_error: ToError,
     choose: Callable[[Octets], type[Keys]] | None = None,
     output: str = schema.REWARDS.name,
-) -> Callable[[ToRequest], ToRequest]:
-    """Decorates a function of a body and a URL as the form of some paths; its annotations say which it reads."""
+) -> Callable[[Callable[[Any, Any], FormRequest]], Form]:
+    """Makes a function of a body and a URL the form of some paths; its annotations say which it reads."""
 
-    def decorate(to_request: ToRequest) -> ToRequest:
+    def decorate(to_request: Callable[[Any, Any], FormRequest]) -> Form:
         body, url, _ = typing.get_type_hints(to_request).values()
         _, error = typing.get_args(typing.get_type_hints(to_error)["return"])
-        made = Form(peer, typing.get_args(body) or (body,), url, replies, to_request, error, to_error, choose, output)
-        forms.update(dict.fromkeys(paths.split(), made))
-        return to_request
+        kinds = typing.get_args(body) or (body,)
+        return Form(peer, kinds, url, replies, to_request, error, to_error, choose, output, tuple(paths.split()))
 
     return decorate
+
+
+def forms_of(*modules: ModuleType) -> dict[str, Form]:
+    """Returns the forms that the modules define, by the paths that serve them."""
+    found = [form for module in modules for form in vars(module).values() if isinstance(form, Form)]
+    return {path: form for form in found for path in form.paths}
 
 
 def choose_by(

@@ -288,7 +288,7 @@ FORMS: dict[str, form.Form] = {
         "NeMo Gym's resources server", (VerifyBody,), VerifyUrl, (VerifyReply,), _verify, ErrorBody, to_error
     )
 }
-"""NeMo Gym's form by its path."""
+"""The form whose reply repeats the body, by its path."""
 
 ANSWERS = {
     "/seed_session": Answer(
@@ -349,7 +349,7 @@ class CompareReply(msgspec.Struct):
     metrics: dict[str, float]
 
 
-@form.serves(FORMS, "/compare", "NeMo Gym's genrm_compare", CompareReply, to_error=to_error, output=DISAGREED)
+@form.serves("/compare", "NeMo Gym's genrm_compare", CompareReply, to_error=to_error, output=DISAGREED)
 def _compare(body: CompareBody, url: form.Url) -> form.FormRequest:
     history = plain(form.check_conversation(body.conversation_history, "conversation_history"))
     num_characters = len(body.response_objs) * sum(len(message["content"]) for message in history)

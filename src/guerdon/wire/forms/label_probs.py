@@ -17,7 +17,7 @@ from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest, SampleFailed
 from guerdon.teacher_core import NEXT_TOKENS, NextTokenRequest
 from guerdon.wire.bodies import MAX_ROWS, kind_of, to_ids
-from guerdon.wire.forms.form import MAX_JOINED, SOME, Body, Form, FormRequest, TokenId, Url, Whole, refuses, serves
+from guerdon.wire.forms.form import MAX_JOINED, SOME, Body, FormRequest, TokenId, Url, Whole, refuses, serves
 from guerdon.wire.forms.logprob_texts import Temperature, said_of
 from guerdon.wire.forms.openai import Usage, new_id, to_error
 
@@ -113,12 +113,7 @@ def to_sglang_request(body: SGLangScoreBody, url: Url) -> FormRequest:
     return FormRequest(model, request, to_reply, check, NEXT_TOKENS)
 
 
-FORMS: dict[str, Form] = {}
-"""vLLM's form by its path; SGLang's shares its path with another of vLLM's."""
-
-
 @serves(
-    FORMS,
     "/generative_scoring",
     "vLLM's probabilities of labels",
     GenerativeScoringReply,

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest, Truncation
 from guerdon.wire.bodies import MAX_ROWS
-from guerdon.wire.forms.form import Body, Form, FormRequest, Text, Url, serves
+from guerdon.wire.forms.form import Body, FormRequest, Text, Url, serves
 from guerdon.wire.forms.labels import number
 from guerdon.wire.kserve import to_error
 from guerdon.wire.score_tensors import scores_of
@@ -32,11 +32,7 @@ class EvaluationReply(msgspec.Struct):
     object: Literal["score.evaluation"] = "score.evaluation"
 
 
-FORMS: dict[str, Form] = {}
-"""LlamaFactory's form by its path."""
-
-
-@serves(FORMS, "/v1/score/evaluation", "LlamaFactory's reward API", EvaluationReply, to_error=to_error)
+@serves("/v1/score/evaluation", "LlamaFactory's reward API", EvaluationReply, to_error=to_error)
 def _evaluate(body: EvaluationBody, url: Url) -> FormRequest:
     def to_reply(reply: ScoreReply, info: ModelInfo) -> EvaluationReply:
         return EvaluationReply(info.name, np.array([number(score.reward) for score in scores_of(reply)], np.float32))

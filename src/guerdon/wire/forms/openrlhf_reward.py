@@ -11,7 +11,7 @@ from msgspec import Meta
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import InvalidRequest
 from guerdon.wire.bodies import MAX_ROWS, check_depth, kind_of
-from guerdon.wire.forms.form import Body, Form, FormRequest, Switch, Text, Url, serves, to_texts
+from guerdon.wire.forms.form import Body, FormRequest, Switch, Text, Url, serves, to_texts
 from guerdon.wire.forms.labels import attributes_of, number
 from guerdon.wire.kserve import to_error
 from guerdon.wire.score_tensors import prompt_groups, scores_of
@@ -46,11 +46,7 @@ class GetRewardReply(msgspec.Struct):
     extra_logs: dict[str, list[np.float32]]
 
 
-FORMS: dict[str, Form] = {}
-"""OpenRLHF's form by its path."""
-
-
-@serves(FORMS, "/get_reward", "OpenRLHF's remote reward model", GetRewardReply, to_error=to_error)
+@serves("/get_reward", "OpenRLHF's remote reward model", GetRewardReply, to_error=to_error)
 def _get_reward(body: GetRewardBody, url: GetRewardUrl) -> FormRequest:
     wants_logs = url.extra_logs != "false"
 

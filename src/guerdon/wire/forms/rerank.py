@@ -13,7 +13,6 @@ from guerdon.errors import InvalidRequest
 from guerdon.wire.forms.form import (
     SOME,
     Body,
-    Form,
     FormRequest,
     Text,
     Whole,
@@ -103,11 +102,7 @@ class TEIRank(msgspec.Struct, kw_only=True):
     components: dict[str, np.float32] | UnsetType = UNSET
 
 
-FORMS: dict[str, Form] = {}
-"""The forms that order documents, by path; only `/rerank` is TEI's, too."""
-
-
-@serves(FORMS, "/v1/rerank /v2/rerank", "vLLM, Cohere and Jina", RerankReply, to_error=to_error)
+@serves("/v1/rerank /v2/rerank", "vLLM, Cohere and Jina", RerankReply, to_error=to_error)
 def _of_vllm(body: RerankBody, url: OptionsUrl) -> FormRequest:
     entries = body.documents if isinstance(body.documents, list) else [body.documents]
     documents = [_text(entry, f"documents[{i}]") for i, entry in enumerate(entries)]
@@ -151,7 +146,6 @@ def _of_tei(body: TEIRerankBody, url: OptionsUrl) -> FormRequest:
 
 
 @serves(
-    FORMS,
     "/rerank",
     "vLLM's ranking, and TEI's",
     RerankReply,
@@ -163,7 +157,7 @@ def _of_tei(body: TEIRerankBody, url: OptionsUrl) -> FormRequest:
 )
 def _rerank(body: RerankBody | TEIRerankBody, url: OptionsUrl) -> FormRequest:
     """The query and each document are a pair, tokenised apart; the highest score stands first."""
-    return _of_tei(body, url) if isinstance(body, TEIRerankBody) else _of_vllm(body, url)
+    return _of_tei(body, url) if isinstance(body, TEIRerankBody) else _of_vllm.to_request(body, url)
 
 
 def _text(entry: str | Document, name: str) -> str:

@@ -103,12 +103,8 @@ class EmbeddingsReply(msgspec.Struct, kw_only=True):
 NATIVE_REPLIES = (NativeReply, list[NativeReply])
 
 
-FORMS: dict[str, form.Form] = {}
-"""SGLang's forms by path, but for `/classify`, which it shares with vLLM."""
-
-
-@form.serves(FORMS, "/encode", "SGLang's embeddings", *NATIVE_REPLIES, to_error=openai.to_error)
-def to_native_request(body: NativeBody, url: OptionsUrl) -> form.FormRequest:
+@form.serves("/encode", "SGLang's embeddings", *NATIVE_REPLIES, to_error=openai.to_error)
+def native(body: NativeBody, url: OptionsUrl) -> form.FormRequest:
     """The reply has the numbers as `embedding`, raw unless `use_activation` is true; a list only for a list."""
     name, samples = form.one_of(body, "text", "input_ids", "the two")
     request, activation = with_options(form.to_samples(samples, name), body, body.priority or 0), activation_of(body)
@@ -130,13 +126,7 @@ def to_native_request(body: NativeBody, url: OptionsUrl) -> form.FormRequest:
     return form.FormRequest(_model(body), request, to_reply)
 
 
-@form.serves(
-    FORMS,
-    "/v1/embeddings",
-    "SGLang's embeddings in OpenAI's form",
-    EmbeddingsReply,
-    to_error=openai.to_flat_error,
-)
+@form.serves("/v1/embeddings", "SGLang's embeddings in OpenAI's form", EmbeddingsReply, to_error=openai.to_flat_error)
 def _embeddings(body: EmbeddingsBody, url: OptionsUrl) -> form.FormRequest:
     """The reply has the numbers as `embedding`, raw unless `use_activation` is true."""
     request = with_options(form.to_samples(body.input, "input"), body, body.priority or 0)

@@ -160,12 +160,7 @@ class _Asked:
         )
 
 
-FORMS: dict[str, form.Form] = {}
-"""SGLang's form for log-probs, by path."""
-
-
 @form.serves(
-    FORMS,
     "/generate",
     "SGLang's log-probs of prompts",
     SGLangGenerateReply,

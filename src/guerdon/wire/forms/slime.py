@@ -36,11 +36,7 @@ class RewardBody(form.Body, kw_only=True):
     label: Any | UnsetType = UNSET
 
 
-FORMS: dict[str, form.Form] = {}
-"""slime's form by its path."""
-
-
-@form.serves(FORMS, "/reward", "slime's remote reward model", float, dict[str, Any], to_error=to_error)
+@form.serves("/reward", "slime's remote reward model", float, dict[str, Any], to_error=to_error)
 def _reward(body: RewardBody, url: RewardUrl) -> form.FormRequest:
     """The reply is the bare number, or with `key` an object with the number and its `components`."""
     key = url.key

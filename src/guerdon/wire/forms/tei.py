@@ -20,7 +20,7 @@ from guerdon.errors import (
     UnknownModel,
 )
 from guerdon.wire.bodies import MAX_ROWS, cut, kind_of
-from guerdon.wire.forms.form import Body, Form, FormRequest, Switch, TokensUrl, serves
+from guerdon.wire.forms.form import Body, FormRequest, Switch, TokensUrl, serves
 from guerdon.wire.forms.labels import Activation, components_of, labels_of, numbers_of
 from guerdon.wire.score_tensors import prompt_groups, scores_of
 
@@ -91,18 +91,7 @@ def to_error(error: GuerdonError) -> tuple[int, TEIError]:
     return error.http, TEIError(cut(str(error)), "Backend" if error.http >= 500 else "Validation")
 
 
-FORMS: dict[str, Form] = {}
-"""TEI's form by its path."""
-
-
-@serves(
-    FORMS,
-    "/predict",
-    "the classifiers of Text Embeddings Inference",
-    list[Label],
-    list[list[Label]],
-    to_error=to_error,
-)
+@serves("/predict", "the classifiers of Text Embeddings Inference", list[Label], list[list[Label]], to_error=to_error)
 def _predict(body: PredictBody, url: PredictUrl) -> FormRequest:
     """The two texts of a pair are tokenised apart. The reply has each sample's labels with their scores, best first.
 

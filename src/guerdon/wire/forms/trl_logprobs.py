@@ -14,7 +14,7 @@ from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.teacher_core import LogprobQuery, TokenLogprobs
 from guerdon.wire import schema
 from guerdon.wire.bodies import to_ids
-from guerdon.wire.forms.form import SOME, Body, Form, FormRequest, TokenId, Url, serves
+from guerdon.wire.forms.form import SOME, Body, FormRequest, TokenId, Url, serves
 from guerdon.wire.forms.labels import InBase64, in_base64
 from guerdon.wire.forms.logprob_texts import (
     PAIR_BYTES,
@@ -75,12 +75,7 @@ def _to_detail(error: GuerdonError) -> tuple[int, DetailError]:
     return status, DetailError(flat.message)
 
 
-FORMS: dict[str, Form] = {}
-"""TRL's form for log-probs, by path."""
-
-
 @serves(
-    FORMS,
     "/get_sequence_logprobs/",
     "TRL's log-probs of sequences",
     SequenceLogprobs,

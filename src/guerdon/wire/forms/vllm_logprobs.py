@@ -172,12 +172,7 @@ class GenerateReply(msgspec.Struct, kw_only=True):
     prompt_token_ids: np.ndarray | None = None
 
 
-FORMS: dict[str, form.Form] = {}
-"""vLLM's forms for log-probs, by path."""
-
-
 @form.serves(
-    FORMS,
     "/v1/completions",
     "vLLM's log-probs of prompts",
     CompletionsReply,
@@ -216,7 +211,6 @@ def _completions(body: CompletionsBody, url: form.Url) -> form.FormRequest:
 
 
 @form.serves(
-    FORMS,
     "/inference/v1/generate",
     "vLLM's log-probs of token ids",
     GenerateReply,

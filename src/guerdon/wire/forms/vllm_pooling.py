@@ -138,12 +138,7 @@ class PairsReply(_Reply, kw_only=True):
     data: list[ScoreRow]
 
 
-FORMS: dict[str, form.Form] = {}
-"""vLLM's forms by path; `/classify` and `/v1/score` are SGLang's, too."""
-
-
 @form.serves(
-    FORMS,
     "/classify",
     "vLLM's classification, and SGLang's",
     ClassifyReply,
@@ -160,7 +155,7 @@ FORMS: dict[str, form.Form] = {}
 def _classify(body: ClassifyBody | sglang.NativeBody, url: OptionsUrl) -> form.FormRequest:
     """The reply has a number a label as `probs`: raw, unless `use_activation` is true."""
     if isinstance(body, sglang.NativeBody):
-        return sglang.to_native_request(body, url)
+        return sglang.native.to_request(body, url)
     request, activation, reply_id = _samples(body), activation_of(body), body.request_id or new_id()
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> ClassifyReply:
@@ -177,7 +172,7 @@ def _classify(body: ClassifyBody | sglang.NativeBody, url: OptionsUrl) -> form.F
     return form.FormRequest(body.model or "", request, to_reply)
 
 
-@form.serves(FORMS, "/pooling", "vLLM's pooling", PoolingReply, to_error=to_error)
+@form.serves("/pooling", "vLLM's pooling", PoolingReply, to_error=to_error)
 def _pooling(body: PoolingBody, url: OptionsUrl) -> form.FormRequest:
     """The task `token_classify` gives a number a token or a step; without a task it is the model's own.
 
@@ -216,7 +211,7 @@ def _pooling(body: PoolingBody, url: OptionsUrl) -> form.FormRequest:
     return form.FormRequest(body.model or "", request, to_reply, check)
 
 
-@form.serves(FORMS, "/score", "vLLM's scores of pairs", PairsReply, to_error=to_error)
+@form.serves("/score", "vLLM's scores of pairs", PairsReply, to_error=to_error)
 def _score(body: PairsBody, url: OptionsUrl) -> form.FormRequest:
     """The two texts of a pair are tokenised apart; the reply has one number a pair as `score`."""
     prompts, responses = _pairs(body)
@@ -235,7 +230,6 @@ def _score(body: PairsBody, url: OptionsUrl) -> form.FormRequest:
 
 
 @form.serves(
-    FORMS,
     "/v1/score",
     "vLLM's scores of pairs, and SGLang's probabilities of labels",
     PairsReply,
@@ -256,7 +250,7 @@ def _score_or_label_probs(body: PairsBody | label_probs.SGLangScoreBody, url: Op
             if getattr(url, name) is not None:
                 raise InvalidRequest(f"the URL has the key {name!r}, which SGLang's form does not have; leave it out")
         return label_probs.to_sglang_request(body, url)
-    return _score(body, url)
+    return _score.to_request(body, url)
 
 
 def _samples(body: ClassifyBody) -> ScoreRequest:
