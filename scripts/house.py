@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 57_837,
+    "lines of src": 57_843,
     "files of src": 316,
-    "lines of tests": 77_530,
+    "lines of tests": 77_532,
     "modules with one importer": 69,
     "private functions that one place calls": 559,
     "imports, % of the lines": 6.9,

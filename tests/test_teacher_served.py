@@ -195,7 +195,7 @@ def test_a_head_is_sent_once_and_by_teachers_only(server: RunningServer) -> None
     other = httpx.get(f"{server.http_url}/v2/models/llama/head")
     assert other.headers["etag"] != first.headers["etag"]
     refused = httpx.get(f"{server.http_url}/v2/models/reward_model/head")
-    assert refused.status_code == 501 and "reward_model is no teacher" in refused.json()["error"]
+    assert refused.status_code == 400 and "reward_model is no teacher" in refused.json()["error"]
 
 
 def post(server: RunningServer, name: str, **body: Any) -> httpx.Response:

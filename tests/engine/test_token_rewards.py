@@ -76,7 +76,7 @@ def test_every_form_equals_transformers_one_by_one(name: str, tmp_path: Path) ->
         engine = Engine(load_reward_model(ModelConfig(model=str(folder), reward=reward, mean=0.5, std=2.0)))
         got = [score.reward for score in engine.score([Sequence(row) for row in rows])]  # type: ignore[union-attr]
         np.testing.assert_allclose(got, (want.numpy() - 0.5) / 2, **NEAR, err_msg=form)
-        assert engine.path == ("single" if name == "gptj" else "packed+shared")
+        assert engine.path == ("shared" if name == "gptj" else "packed+shared")
 
 
 @pytest.mark.parametrize("reduction", ["min", "product", "mean", "last"])

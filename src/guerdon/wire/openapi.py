@@ -40,6 +40,7 @@ _STATUSES = {
     507: "the server's disk is full, read-only or broken",
 }
 _USUAL = (400, 401, 403, 404, 405, 413, 431, 500, 501, 503, 504)
+_OF_TEI = (*_USUAL, 422, 424, 429)
 
 _ADMIN = "needs a key of the role admin"
 _ABOUT = """Reward models, critics, teachers and judges over KServe v2, the open inference protocol, and in the forms
@@ -256,7 +257,12 @@ def _tokens(names: list[str]) -> dict[str, Any]:
         paths[path] = _path(_WRITE, form.summary, answered, _in_url(form.url, names), body, error=openai.OpenAIError)
     described, where = _ok(_JSON, tokens.InfoReply), _in_url(Url, names)
     paths[tokens.INFO] = _path(
-        _READ, "A model and the server's limits, in TEI's form", described, where, error=tei.TEIError
+        _READ,
+        "A model and the server's limits, in TEI's form",
+        described,
+        where,
+        statuses=_OF_TEI,
+        error=tei.TEIError,
     )
     return paths
 
@@ -267,7 +273,7 @@ def _in_url(url: type[Url], names: list[str]) -> list[dict[str, Any]]:
 
 
 def _form(form: Form, names: list[str]) -> dict[str, Any]:
-    statuses = (*_USUAL, 422, 424, 429) if form.error.__name__ == "TEIError" else _USUAL
+    statuses = _OF_TEI if form.error.__name__ == "TEIError" else _USUAL
     scored = {"200": _answer("the scores", _TIMES, _content(_JSON, *form.replies))}
     body, parameters = _content(_JSON, *form.bodies), _in_url(form.url, names)
     return _path(_FORM, f"The form of {form.peer}", scored, parameters, body, statuses=statuses, error=form.error)

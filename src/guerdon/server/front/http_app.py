@@ -19,13 +19,13 @@ from guerdon.errors import (
     Cancelled,
     Forbidden,
     GuerdonError,
+    InvalidRequest,
     MethodNotAllowed,
     PayloadTooLarge,
     RouteNotFound,
     ServerFault,
     Unauthenticated,
     Unavailable,
-    Unsupported,
 )
 from guerdon.server import logs, status, tracing
 from guerdon.server.front.admission import Admission, Exchange, Place, Visit
@@ -311,7 +311,7 @@ class _Handlers:
         entry = self._service.catalog.entries.get(info.name)  # sums and operations have none
         served: Any = None if entry is None else entry.loaded()
         if served is None or not served.info.hidden_size:
-            raise Unsupported(
+            raise InvalidRequest(
                 f"{info.name} is no teacher, and has no output head; use a model of guerdon serve-teacher"
             )
         file = await asyncio.to_thread(served.head_file)
