@@ -27,7 +27,7 @@ from actor.rollouts import rollout
 from guerdon import LocalRewardModel, RewardClient
 from guerdon.actor.remote_rewards import RemoteRewards
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.actors import RemoteRewardConfig, RewardModelServer
+from guerdon.settings.actors import RemoteRewardConfig, RewardServer
 from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig
 from served import Serve
 
@@ -268,7 +268,7 @@ def test_a_model_in_process_reads_the_same_pairs(folder: Path, reference: Callab
 
 def test_the_actors_texts_are_pairs_to_an_encoder(server: RunningServer, reference: Callable[..., float]) -> None:
     rollouts = [rollout([5], [6], group=i, prompt_text=a, text=b) for i, (a, b) in enumerate(PAIRS)]
-    config = RemoteRewardConfig(RewardModelServer(name="bert", urls=[server.http_url]), send="text")
+    config = RemoteRewardConfig(RewardServer(name="bert", urls=[server.http_url]), send="text")
     with RemoteRewards(config) as rewards:
         rewards.wait_ready()
         rewards.score(rollouts)

@@ -32,7 +32,7 @@ from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.engine.engine import Engine
 from guerdon.engine.logprobs import LanguageEngine
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.actors import DataConfig, RemoteRewardConfig, RewardModelServer
+from guerdon.settings.actors import DataConfig, RemoteRewardConfig, RewardServer
 from guerdon.settings.config import LanguageModelConfig, ModelConfig, ServerConfig
 from server.form_examples import EXAMPLES, Example
 
@@ -121,7 +121,7 @@ def test_an_actors_answers_have_the_rewards_of_whole_conversations(
         has_eos = i % 2 == 0
         answer = tokenizer(chat[1]["content"], add_special_tokens=False).input_ids + [eos] * has_eos
         rollouts.append(Rollout.of(prompt, i, 0, answer, [0.0] * len(answer), has_eos, tokenizer, [eos]))
-    with RemoteRewards(RemoteRewardConfig(RewardModelServer(urls=[server.http_url]), send=send)) as rewards:
+    with RemoteRewards(RemoteRewardConfig(RewardServer(urls=[server.http_url]), send=send)) as rewards:
         rewards.score(rollouts)
     assert [rollout.error for rollout in rollouts] == [None] * len(rollouts)
     assert_close([rollout.reward for rollout in rollouts], want)
