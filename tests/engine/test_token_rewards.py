@@ -1,5 +1,7 @@
 """Rewards read from a language model's logits are what the models' cards compute with transformers."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +134,38 @@ def test_the_probability_before_each_turn_that_judges_a_step(folder: Path, tmp_p
         ({"reward": {}}, r"tokens is \[\], and form is logit"),
         ({"reward": {"ids": [5], "among": "all"}}, "among is all, and form is logit"),
         ({"reward": {"ids": [5]}, "chat_template": "none.jinja"}, "none.jinja cannot be read"),
-        ({"reward": {"ids": [5]}, "turns": [{"role": "critic", "content": ""}]}, "cannot be rendered as the settings"),
+        ({"reward": {"ids": [5]}, "chat_template": ""}, "chat_template is empty"),
+        ({"reward": {"ids": [5]}, "turns": [{"role": "critic", "content": "?"}]}, "cannot be rendered as the settings"),
+        ({"reward": {"ids": [5]}, "turns": [{}]}, "turns has a message without content"),
+        ({"reward": {"ids": [5]}, "generation_prompt": True, "truncation": "right"}, "cuts off what turns and"),
     ],
 )
 def test_mistakes_are_told_at_the_start(settings: dict[str, Any], message: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         LocalRewardModel(str(folder), **settings)
+
+
+def test_texts_that_are_the_same_token(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "lower")
+    path = tmp_path / "lower/tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": {"type": "Lowercase"}}))
+    with pytest.raises(ConfigError, match=r"tokens is \['Y', 'y'\], and their ids are \[(\d+), \1\]"):
+        LocalRewardModel(str(tmp_path / "lower"), reward={"tokens": ["Y", "y"], "form": "difference"})
+
+
+@pytest.mark.parametrize(
+    "read", ["m.reference", "m['reference']", 'm["reference"]', 'm.get("reference")', "m[ 'reference' ]"]
+)
+def test_a_template_that_reads_the_label(read: str, folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "reads.jinja"
+    template.write_text(
+        f"{{% for m in messages %}}{{{{ m.content }}}}{{% if loop.last %}}{{{{ {read} }}}}{{% endif %}}{{% endfor %}}"
+    )
+    conversation = [{"role": "user", "content": "What is 1+1? "}, {"role": "assistant", "content": "2 "}]
+    with LocalRewardModel(str(folder), reward={"ids": [9]}, chat_template=str(template)) as model:
+        want = model.score(texts=["What is 1+1? 2 two"]).rewards
+        np.testing.assert_allclose(model.score(messages=[conversation], labels=["two"]).rewards, want, **NEAR)
+        assert "this sample's label was not sent" in str(model.score(messages=[conversation]).errors[0])
 
 
 def test_a_model_without_logits_or_a_tokenizer_says_so(tmp_path: Path) -> None:

@@ -219,6 +219,15 @@ class RenderingConfig:
     generation_prompt: bool = setting(False, "End conversations with the template's prompt for an answer.")
     turns: list[TurnConfig] = setting([], "Messages that follow every conversation.", flag=False)
 
+    def contradictions(self) -> Contradictions:
+        if self.chat_template == "":
+            yield "chat_template is empty", "name a file with a Jinja template, or leave it out"
+        if not all(turn.content for turn in self.turns):
+            yield "turns has a message without content", "write its text as `content`"
+        if isinstance(self, ModelConfig) and self.truncation == "right" and (self.turns or self.generation_prompt):
+            problem = "truncation is right, which cuts off what turns and generation_prompt add"
+            yield problem, "write `truncation: left`, or `error`"
+
 
 @dataclass
 class ModelConfig(IsolationConfig, RenderingConfig, EngineConfig):

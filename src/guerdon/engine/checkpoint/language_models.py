@@ -143,6 +143,8 @@ def load_token_head(
             why = f"{len(own)} tokens, {[*own]}" if encoder is not None else "unknown: the checkpoint has no tokenizer"
             raise ConfigError(f"reward.tokens has {text!r}, which is {why}", "name one token, or give its `ids`")
         ids += own
+    if len({*ids}) < len(ids):
+        raise ConfigError(f"reward.tokens is {reward.tokens}, and their ids are {ids}", "name different tokens")
     vocab_size = model_config.get_text_config().vocab_size
     if strange := [token for token in ids if not 0 <= token < vocab_size]:
         raise ConfigError(

@@ -6,6 +6,7 @@ The same messages would score differently on another day or after a restart, und
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 REMEDY = "replace it by a fixed text in chat_template.jinja, or in the chat_template of tokenizer_config.json"
@@ -37,6 +38,20 @@ def find_dependence(tokenizer: Any) -> str:
     if one_day[0] != another[0]:
         return "prints the date (strftime_now)"
     return "prints the date (strftime_now) in some conversations" if _CLOCK.search(source) else ""
+
+
+def reads(template: str, key: str) -> bool:
+    """Returns whether a template names that key of a message, in any of the ways in which Jinja reads one."""
+    import jinja2
+
+    try:
+        tokens = [(kind, text) for _, kind, text in jinja2.Environment().lex(template) if kind != "whitespace"]
+    except jinja2.TemplateSyntaxError:
+        return False  # rendering refuses it
+    return any(
+        (kind == "string" and text[1:-1] == key) or (kind == "name" and text == key and before == ("operator", "."))
+        for before, (kind, text) in pairwise([("", ""), *tokens])
+    )
 
 
 def describe_dependence(found: str) -> str:

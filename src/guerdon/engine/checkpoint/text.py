@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
 import threading
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as ListLike
@@ -18,6 +17,7 @@ from guerdon.core import Message, Sequence, Truncation
 from guerdon.endings import Ending, find_ending
 from guerdon.engine.checkpoint import cuts
 from guerdon.engine.checkpoint.pair_template import PairTemplate, longest_first
+from guerdon.engine.checkpoint.template_check import reads
 from guerdon.engine.checkpoint.token_texts import UNFINISHED, TokenTexts
 from guerdon.engine.checkpoint.tokenizer_files import load_tokenizer
 from guerdon.errors import ConfigError, InvalidRequest
@@ -64,8 +64,8 @@ class TextEncoder:
         """`proofs` are those of `load_tokenizer`."""
         self._tokenizer, self.proofs, self._rendering = tokenizer, proofs, rendering
         self._fast = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-        self.takes_reference = any(_REFERENCE in turn.content for turn in rendering.turns) or bool(
-            re.search(r"\.reference\b|\['reference'\]", self.chat_template)
+        self.takes_reference = any(_REFERENCE in turn.content for turn in rendering.turns) or reads(
+            self.chat_template, "reference"
         )
         """Whether a turn or the template writes a sample's label."""
         self._lock = threading.Lock()
