@@ -24,6 +24,7 @@ from guerdon.server.chat_judge.answer_cache import AnswerCache
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.chat_judges import BudgetConfig, ChatJudgeConfig, ParseConfig
 from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
+from ports import free_port
 from stand_in_judge import KEY, MODEL, StandIn, stand_in
 
 PARSE = ParseConfig(regex=r"Score: (\S+)", lowest=-100, highest=100)
@@ -127,7 +128,7 @@ def test_a_judge_that_hangs_fails_its_sample_at_its_timeout(remote: StandIn, tmp
 
 
 def test_an_address_where_nobody_listens_fails_samples(tmp_path: Path) -> None:
-    nobody = StandIn(served.free_port())
+    nobody = StandIn(free_port())
     with serve(judge(nobody, tmp_path, call_retries=1)) as server:
         scores = score(server, ["worth 1"])
     assert np.isnan(scores.rewards[0]) and "cannot be reached" in str(scores.errors[0])

@@ -15,6 +15,7 @@ from guerdon import cli
 from guerdon.client import RewardClient
 from guerdon.client.score_file import score_file
 from guerdon.server.runtime import RunningServer
+from ports import free_port
 
 PNG = b"\x89PNG"
 
@@ -104,7 +105,7 @@ def test_a_second_run_draws_without_scoring(
     assert note.startswith("note: the model has a chat template") and "--template" in note
     assert second.splitlines()[1:] == told[1:]
     assert picture.read_bytes().startswith(PNG) and picture.stat().st_size > 20_000
-    dead = f"http://127.0.0.1:{served.free_port()}"  # which cannot say whose rewards these are
+    dead = f"http://127.0.0.1:{free_port()}"  # which cannot say whose rewards these are
     assert run("--server", dead, pairs, "-o", out, capsys=capsys)[0] == 1
 
 

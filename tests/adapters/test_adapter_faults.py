@@ -24,6 +24,7 @@ from guerdon.client import AsyncRewardClient
 from guerdon.errors import DeadlineExceeded, GuerdonError, SampleFailed, Unauthenticated, UnknownModel, Unreachable
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig
+from ports import free_port
 from processes import by_itself, end_of_child, environment
 from served import Serve
 from server import echo_service
@@ -77,7 +78,7 @@ def test_failed_sample_is_none_for_trl_and_raises_elsewhere(name: str, url: str)
 def test_first_call_waits_for_a_server_that_starts_late(
     on_one_loop: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    ports = [served.free_port(), served.free_port()]
+    ports = [free_port(), free_port()]
     url = f"http://127.0.0.1:{ports[0]}"
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask_all, url, on_one_loop, timeout_s=120)
@@ -92,7 +93,7 @@ def test_first_call_waits_for_a_server_that_starts_late(
 
 def test_without_a_server_they_raise_when_their_time_is_over() -> None:
     started = time.monotonic()
-    for error in errors(ask_all(f"http://127.0.0.1:{served.free_port()}", timeout_s=0.6)):
+    for error in errors(ask_all(f"http://127.0.0.1:{free_port()}", timeout_s=0.6)):
         assert isinstance(error, Unreachable) and "is the server running there?" in str(error)
     assert 0.1 < time.monotonic() - started < 20
 

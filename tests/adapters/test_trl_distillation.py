@@ -39,6 +39,7 @@ import served
 import zoo
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
+from ports import free_port
 from served import Serve
 from server.keys import SCORE, keyed
 from teaching import plain
@@ -221,7 +222,7 @@ def test_a_wrong_request_ends_the_run_with_the_servers_message(server: RunningSe
 @pytest.mark.slow  # TRL waits 4 s before its second retry
 def test_trls_client_waits_for_a_server_that_restarts(folder: Path) -> None:
     models: list[Any] = [TeacherConfig(model=str(folder / "teacher"))]
-    config = ServerConfig(port=served.free_port(), grpc_port=None, models=models)
+    config = ServerConfig(port=free_port(), grpc_port=None, models=models)
     with served.running(config=config) as running:
         client = trl_client.VLLMClient(base_url=running.http_url)
         before = client.get_sequence_logprobs([[5, 6, 7]], [1], top_logprobs=2)
@@ -382,7 +383,7 @@ VLLM = Path(os.environ.get("GUERDON_VLLM", Path(__file__).parents[2] / ".bench/v
 @contextlib.contextmanager
 def vllm(model: Path, log: Path) -> Iterator[str]:
     """Yields the URL of vLLM with that model."""
-    url = f"http://127.0.0.1:{(port := served.free_port())}"
+    url = f"http://127.0.0.1:{(port := free_port())}"
     command = [VLLM, "serve", model, "--port", str(port), "--dtype", "float32", "--max-model-len", "128"]
     env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     env.pop("PYTHONPATH", None)

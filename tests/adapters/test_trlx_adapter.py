@@ -35,6 +35,7 @@ from guerdon.errors import (
 )
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig
+from ports import free_port
 from server.echo_service import NAN_TOKEN, SLOW_TOKEN, EchoService
 
 EOS = 2
@@ -351,7 +352,7 @@ def test_a_server_that_is_not_there() -> None:
 
 
 def test_the_first_call_waits_for_a_server_that_starts_late() -> None:
-    ports = [served.free_port(), served.free_port()]
+    ports = [free_port(), free_port()]
     reward_fn = by_numbers(f"127.0.0.1:{ports[1]}", timeout_s=120)
     with futures.ThreadPoolExecutor(1) as pool:
         rewards = pool.submit(reward_fn, ["6"])

@@ -13,6 +13,7 @@ import served
 from browser.conftest import PHONE, WIDE, Visit, alter, ask_again, comes, leave, until
 from browser.page_servers import settings, under_a_prefix
 from guerdon.settings.config import ModelConfig
+from ports import free_port
 from served import Serve
 from server.keys import KEYS, keyed
 
@@ -109,7 +110,7 @@ def test_it_says_that_it_asks_until_the_first_answer(idle: str, visit: Visit) ->
 
 
 def test_a_server_that_stops_and_comes_back(visit: Visit) -> None:
-    config = settings(None, port=served.free_port())
+    config = settings(None, port=free_port())
     with served.running(config=config) as server:
         page = visit(server.http_url, prepare=with_a_clock, in_own_tab=True, expected=NO_ANSWER)
         assert not page.locator("#notice").is_visible()
@@ -189,7 +190,7 @@ def test_a_notice_covers_nothing_of_the_bar_and_stays_in_sight(size: tuple[int, 
 
 
 def test_the_page_asks_for_a_key_if_the_server_has_keys(tmp_path: Path, visit: Visit) -> None:
-    plain = settings(None, port=served.free_port())
+    plain = settings(None, port=free_port())
     with served.running(config=plain) as server:
         # A browser asks its user first; this one has been given a key that is none here.
         wrong = {"username": "x", "password": "of another server"}

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-import served
 import zoo
 from client.echo_server import EchoProcess
 from forks import Forks
@@ -28,6 +27,7 @@ from guerdon import cli, errors
 from guerdon.cli import console, helps
 from guerdon.cli.parser import FILES, FOLDERS, SHELLS, Parser
 from guerdon.errors import Exit
+from ports import free_port
 from processes import environment
 
 ROOT = Path(__file__).parents[2]
@@ -413,7 +413,7 @@ CLIENT = {  # of commands without torch, each in a Python of its own, whose end 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CLIENT])
 def test_a_command_without_torch_ends_with_its_error(name: str, folder: Path, echo: EchoProcess) -> None:
     argv, status = CLIENT[name]
-    urls = {"URL": echo.http_url, "DEAD": f"http://127.0.0.1:{served.free_port()}"}
+    urls = {"URL": echo.http_url, "DEAD": f"http://127.0.0.1:{free_port()}"}
     with open("/dev/full", "w") as full:
         stdout = full if name == "a full disk" else subprocess.DEVNULL
         check(start([sys.executable, "-m", "guerdon"], *(urls.get(word, word) for word in argv), stdout=stdout), status)

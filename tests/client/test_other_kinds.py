@@ -9,7 +9,7 @@ import pytest
 import served
 import zoo
 from guerdon import AsyncCriticClient, AsyncRewardClient, AsyncTeacherClient, CriticClient, RewardClient, TeacherClient
-from guerdon.errors import InvalidRequest, UnknownModel, Unsupported
+from guerdon.errors import InvalidRequest, UnknownModel
 from guerdon.settings.config import (
     ComponentConfig,
     CriticConfig,
@@ -111,7 +111,7 @@ def test_only_a_teacher_has_a_head(name: str, urls: dict[str, tuple[str, str]]) 
     with (
         TeacherClient(urls[name][0], name) as client,
         pytest.raises(
-            Unsupported, match=f"{name} is no teacher, and has no output head; use a model of guerdon serve-teacher"
+            InvalidRequest, match=f"{name} is no teacher, and has no output head; use a model of guerdon serve-teacher"
         ),
     ):
         client.head()

@@ -20,6 +20,7 @@ from guerdon.errors import GuerdonError, InvalidRequest, SampleFailed, ServerFau
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, TeacherConfig
 from guerdon.teacher_core import LogprobQuery, TokenLogprobs
+from ports import free_port
 from served import Serve
 from teaching import check, plain
 
@@ -223,7 +224,7 @@ def test_a_wrong_question_is_one_clear_error(wrong: str, server: RunningServer) 
 
 def test_a_client_is_one_of_the_others(server: RunningServer) -> None:
     """It waits, describes its model, shares work among servers without a lost one, and may be pickled."""
-    dead = f"http://127.0.0.1:{served.free_port()}"
+    dead = f"http://127.0.0.1:{free_port()}"
     with TeacherClient([dead, server.http_url], "text") as client:
         client.wait_ready(60)
         assert "logprobs" in client.info().outputs and client.config()["parameters"]["tokenizer"]

@@ -39,6 +39,7 @@ import ray
 from ray import serve
 
 from guerdon.deploy.ray import NAME, build, deployment
+from ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -56,7 +57,7 @@ PATIENT = {"models": [{"model": "deploy.patient:score"}], "allow_anonymous": Tru
 def url() -> Iterator[str]:
     """Ray's proxy, over nothing yet; at the end no process of Ray's is left."""
     home = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # the paths of Ray's sockets must be short
-    port = served.free_port()
+    port = free_port()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment().items():
             patch.setenv(name, value)

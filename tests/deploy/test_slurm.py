@@ -15,6 +15,7 @@ import served
 from deploy.manifests import DEPLOY, settings
 from guerdon.client import Credentials, CriticClient
 from guerdon.client.retry import RetryPolicy
+from ports import free_port
 from processes import environment
 
 SCRIPT = DEPLOY / "slurm/critic.slurm"
@@ -83,10 +84,10 @@ def test_the_slurm_script_serves_from_two_nodes_and_ends_in_good_order(tmp_path:
         path = tmp_path / name
         path.write_text(text)
         path.chmod(0o755)
-    port, model = served.free_port(), served.reward_model(tmp_path / "rm")
+    port, model = free_port(), served.reward_model(tmp_path / "rm")
     job = {"SLURM_JOB_NODELIST": "two", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1"}
     job |= {"MODEL": str(model), "CHECKPOINTS": str(tmp_path / "critic"), "INTERFACE": "lo", "TENSOR_PARALLEL": "2"}
-    job |= {"PORT": str(port), "RDZV_PORT": str(served.free_port()), "OMP_NUM_THREADS": "1"}
+    job |= {"PORT": str(port), "RDZV_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     with (tmp_path / "log").open("w") as log:
         script = subprocess.Popen(

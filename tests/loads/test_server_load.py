@@ -27,6 +27,7 @@ from load_generator import NOT_SENT, Answer, ClientLoad, Extent, poisson
 from load_requests import Load, RandomTokens, Request, Shape
 from load_summary import notes, summarise
 from loads import load_scorers
+from ports import free_port
 from processes import environment
 from served import Serve
 from server.keys import SCORE, keyed
@@ -152,8 +153,8 @@ def test_bounds_decide_the_exit_status(server, capsys, bounds, status):
 def test_errors_at_the_start_say_what_to_do(server, tmp_path):
     missing = str(tmp_path / "none" / "x.png")
     for argv, what in (
-        ((f"http://127.0.0.1:{served.free_port()}", "--wait-s", "0"), "cannot connect"),
-        ((f"grpc://127.0.0.1:{served.free_port()}", "--wait-s", "0"), "cannot connect|no sign of life"),
+        ((f"http://127.0.0.1:{free_port()}", "--wait-s", "0"), "cannot connect"),
+        ((f"grpc://127.0.0.1:{free_port()}", "--wait-s", "0"), "cannot connect|no sign of life"),
         ((server.http_url, "--model", "other"), "unknown model 'other'; served here: .*reward_model"),
         ((server.http_url, "--data", str(tmp_path / "none.jsonl")), "cannot read"),
         ((server.http_url, "--plot", "out.pdf"), "not a .png file"),
@@ -174,7 +175,7 @@ def test_errors_at_the_start_say_what_to_do(server, tmp_path):
 
 def test_files_are_tried_before_the_load_and_left_as_they_were(tmp_path):
     """No server is there: what is told is of the files, or that."""
-    new, old, nowhere = tmp_path / "new.json", tmp_path / "old.json", f"http://127.0.0.1:{served.free_port()}"
+    new, old, nowhere = tmp_path / "new.json", tmp_path / "old.json", f"http://127.0.0.1:{free_port()}"
     old.write_text("before")
     for file in (new, old):
         with pytest.raises(StartError, match="cannot connect"):
@@ -354,7 +355,7 @@ def test_what_is_due_while_too_many_wait_is_not_sent(server):
 
 def test_a_server_that_is_gone_is_told_and_not_asked_without_a_break():
     started = time.perf_counter()
-    answers = driven(f"http://127.0.0.1:{served.free_port()}", "m", None, 4)
+    answers = driven(f"http://127.0.0.1:{free_port()}", "m", None, 4)
     assert [answer.error for answer in answers] == ["Unreachable"] * 4
     assert time.perf_counter() - started > 0.3
 
@@ -385,7 +386,7 @@ def test_the_script_shows_its_progress_on_a_terminal(server):
 
 
 def test_the_script_ends_with_its_error():
-    argv = [sys.executable, SCRIPT, f"http://127.0.0.1:{served.free_port()}", "--wait-s", "0"]
+    argv = [sys.executable, SCRIPT, f"http://127.0.0.1:{free_port()}", "--wait-s", "0"]
     done = subprocess.run(argv, capture_output=True, text=True, env=environment(), timeout=60)
     what, advice = done.stderr.splitlines()
     assert done.returncode == Exit.CANNOT_START and what.startswith("guerdon: ") and advice.startswith("help: ")

@@ -23,6 +23,7 @@ from guerdon import CriticClient, RewardClient, TeacherClient
 from guerdon.messages import answered
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import JudgeConfig, TeacherConfig
+from ports import free_port
 from processes import environment
 from trainers import environments
 from trainers.driving import SAMPLES, drive, run
@@ -91,7 +92,7 @@ def test_openrlhf_gets_no_number_for_a_sample_that_failed(sums: RunningServer, t
 
 
 def test_openrlhf_gets_no_number_if_nothing_answers(tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{served.free_port()}/get_reward"
+    url = f"http://127.0.0.1:{free_port()}/get_reward"
     told = drive("openrlhf", "drive_openrlhf.py", url, "SAMPLES", samples=SAMPLES[:2], tmp=tmp_path)
     assert told["rewards"] == [None, None]
 
