@@ -16,6 +16,10 @@ from guerdon.engine.engine import Engine
 from guerdon.settings.config import CriticConfig, ModelConfig, TeacherConfig
 
 
+QUICK = ("qwen3_next", "nemotron_h", "falcon_h1", "lfm2")
+"""One of each kind of layer with a state."""
+
+
 def make_rows() -> list[np.ndarray]:
     """Groups with long and short responses, a tree of three levels, a bare prompt, and responses of a single token."""
     rows, random = zoo.rows(0, groups=((70, 4), (25, 3), (3, 2), (60, 1))), np.random.default_rng(1)
@@ -47,7 +51,9 @@ def assert_exact(engine: Engine, rows: list[np.ndarray], want: list[np.ndarray])
         assert_close(one.values, values[:, 0])
 
 
-@pytest.mark.parametrize("name", zoo.HYBRIDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in zoo.HYBRIDS]
+)
 def test_rewards_values_and_logprobs_equal_transformers_one_by_one(name: str, tmp_path: Path) -> None:
     folder, rows = zoo.checkpoint(name, tmp_path / "critic", "openrlhf-critic"), make_rows()
     want = zoo.reference_tokens(folder, rows)
