@@ -224,7 +224,7 @@ class RenderingConfig:
             yield "chat_template is empty", "name a file with a Jinja template, or leave it out"
         if not all(turn.content for turn in self.turns):
             yield "turns has a message without content", "write its text as `content`"
-        if isinstance(self, ModelConfig) and self.truncation == "right" and (self.turns or self.generation_prompt):
+        if getattr(self, "truncation", "") == "right" and (self.turns or self.generation_prompt):
             problem = "truncation is right, which cuts off what turns and generation_prompt add"
             yield problem, "write `truncation: left`, or `error`"
 
