@@ -26,7 +26,7 @@ MOST = {
     "private functions that one place calls": 559,
     "imports, % of the lines": 6.9,
     "public classes with two homes": 0,
-    "places outside of kinds/ that ask for the kind": 11,
+    "places outside of kinds/ that ask for the kind": 10,
 }
 """Bounds that only fall: whoever lowers a count lowers its bound."""
 
