@@ -48,8 +48,9 @@ def flops_per_second(*dtypes: torch.dtype) -> tuple[float, ...]:
     return tuple(rates)
 
 
+@functools.cache
 def say_if_other_is_faster(dtype: torch.dtype, device: torch.device) -> None:
-    """Logs the measured factor if another dtype multiplies much faster than this one on this CPU, else nothing."""
+    """Logs once the measured factor if another dtype multiplies much faster than this one on this CPU, else nothing."""
     if device.type != "cpu":
         return
     if dtype == torch.float32:
