@@ -83,8 +83,7 @@ def test_this_machine_has_no_problem_and_its_findings_are_true(capsys, monkeypat
     assert lines["guerdon"] == f"ok       guerdon: {__version__}"
     assert metadata.version("transformers") in lines["extra server"]
     assert "packed+shared" in lines["attention on cpu"]
-    compiled = lines["kernels on cpu"].startswith("ok       kernels on cpu: compiled for ")
-    assert compiled == (find()[0] is not None)
+    assert lines["kernels on cpu"].startswith("ok       kernels on cpu: compiled for ") == (find()[0] is not None)
     assert "set: servers started here require a key" in lines["GUERDON_API_KEYS"]
     assert "set: clients send it" in lines["GUERDON_API_KEY"]
     assert SCORE not in out and "me" not in lines["GUERDON_API_KEYS"].split()

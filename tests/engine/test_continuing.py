@@ -15,8 +15,7 @@ from guerdon.engine import continuing
 from guerdon.engine.engine import Engine
 from guerdon.settings.config import CriticConfig, ModelConfig, TeacherConfig
 
-QUICK = ("qwen3_next", "nemotron_h", "falcon_h1", "lfm2")
-"""One of each kind of layer with a state."""
+QUICK = ("qwen3_next", "nemotron_h", "falcon_h1", "lfm2")  # one of each kind of layer with a state
 
 
 def make_rows() -> list[np.ndarray]:

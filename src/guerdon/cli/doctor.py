@@ -431,9 +431,7 @@ def _check_cpu(torch: Any) -> Iterator[Finding]:
     if library is not None:
         yield ok("kernels on cpu", f"compiled for {text}: scores have the same bits in any batch")
         return
-    remedy = (
-        "install g++, then guerdon again: attention takes half the time, and scores have the same bits in any batch"
-    )
+    remedy = "install g++, then guerdon again: attention takes half the time, with the same bits in any batch"
     yield note("kernels on cpu", f"none, {text}", remedy)
 
 

@@ -45,7 +45,8 @@ def reads(template: str, key: str) -> bool:
     import jinja2
 
     try:
-        tokens = [(kind, text) for _, kind, text in jinja2.Environment().lex(template) if kind != "whitespace"]
+        lexed = jinja2.Environment(autoescape=True).lex(template)
+        tokens = [(kind, text) for _, kind, text in lexed if kind != "whitespace"]
     except jinja2.TemplateSyntaxError:
         return False  # rendering refuses it
     return any(
