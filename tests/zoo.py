@@ -401,6 +401,13 @@ def reference_tokens(folder: Path, sequences: list[np.ndarray], dtype: torch.dty
     return made
 
 
+def assert_values(made: list[np.ndarray], folder: Path, sequences: list[np.ndarray]) -> None:
+    """Fails if values float32 `B x [T]` stand four times farther from float64's than plain float32 itself does."""
+    exact = np.concatenate(reference_tokens(folder, sequences, torch.float64))[:, 0]
+    rounding = np.abs(np.concatenate(reference_tokens(folder, sequences))[:, 0] - exact).max()
+    np.testing.assert_allclose(np.concatenate(made), exact, atol=4 * rounding + 1e-6, rtol=0)
+
+
 def _trunk(folder: Path, kind: str, dtype: torch.dtype) -> Any:
     if kind in ("openrlhf", "openrlhf-critic"):
         return AutoModel.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
