@@ -21,7 +21,7 @@ SRC = ROOT / "src/guerdon"
 MOST = {
     "lines of src": 57_869,
     "files of src": 316,
-    "lines of tests": 77_576,
+    "lines of tests": 77_582,
     "modules with one importer": 69,
     "private functions that one place calls": 559,
     "imports, % of the lines": 6.9,
