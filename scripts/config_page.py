@@ -23,6 +23,7 @@ from guerdon.settings.config import (
     TurnConfig,
 )
 from guerdon.settings.fields import default_of, without_none
+from guerdon.settings.rubrics import ComparingConfig, CriterionConfig
 from guerdon.settings.sources import CRITIC_PORTS, grouped_fields, nested_fields
 
 FOLDER = ROOT / "docs/config"
@@ -258,6 +259,10 @@ def pages() -> dict[str, str]:
             *in_the_file_only(ParseConfig),
             "\n## `budget`",
             *in_the_file_only(BudgetConfig),
+            "\n## `criteria`",
+            *in_the_file_only(CriterionConfig),
+            "\n## `compare`",
+            *in_the_file_only(ComparingConfig),
         ],
         "critic.md": [
             CRITIC.rstrip(),

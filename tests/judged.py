@@ -63,7 +63,14 @@ def wanted(folder: Path, prompts: list[str] = PROMPTS, responses: list[str] = RE
         "likeliest": likeliest,
         "likeliest_rewards": likeliest @ weights,
         "other": 1 - chosen.sum(-1),
+        "entropy": entropy(chosen),
     }
+
+
+def entropy(chosen: np.ndarray) -> np.ndarray:
+    """The entropy over the labels alone, in nats."""
+    shares = chosen / chosen.sum(-1, keepdims=True)
+    return -(shares * np.log(shares)).sum(-1)
 
 
 def probabilities(folder: Path, questions: list[str], values: dict[str, float]) -> np.ndarray:
@@ -83,8 +90,9 @@ def probabilities(folder: Path, questions: list[str], values: dict[str, float]) 
 
 def wanted_verdict(
     folder: Path, prompt: str, first: str, second: str, labels: dict[str, float] = COMPARED_LABELS
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each criterion the first response's verdict, whether the orders disagree, and the most other mass."""
+) -> tuple[np.ndarray, ...]:
+    """For each criterion the first response's verdict, whether the orders disagree, and the most other mass and
+    entropy."""
     questions = [
         f"Q: {prompt}\nA: {a}\nB: {b}\n{text}"
         for a, b in ((first, second), (second, first))
@@ -96,4 +104,4 @@ def wanted_verdict(
     best = values[chosen.argmax(-1)]
     agrees = best[0] == 1 - best[1]
     verdict = np.where(agrees, (expected[0] + 1 - expected[1]) / 2, 0.5)
-    return verdict, ~agrees, (1 - chosen.sum(-1)).max(0)
+    return verdict, ~agrees, (1 - chosen.sum(-1)).max(0), entropy(chosen).max(0)

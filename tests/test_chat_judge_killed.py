@@ -15,7 +15,7 @@ import killed_judge
 from guerdon import RetryPolicy, RewardClient
 from guerdon.settings.chat_judges import ChatJudgeConfig, ParseConfig
 from guerdon.settings.config import ServerConfig
-from guerdon.wire.chat_completions import write_request
+from guerdon.wire.chat_completions import write_messages, write_request
 from killing import Kill, Restarted, forkserver
 from ports import free_port
 from stand_in_judge import KEY, MODEL, stand_in
@@ -34,6 +34,11 @@ def preloaded() -> Iterator[None]:
 def response(i: int) -> str:
     """Every tenth is never readable, every tenth only at the second try."""
     return {3: "<garbage> ", 7: "<garbage 1> "}.get(i % 10, "") + f"sample {i} worth {i % 13}"
+
+
+def question(text: str) -> str:
+    """The messages about a response."""
+    return write_messages([{"role": "user", "content": text}])
 
 
 def num_tries(i: int) -> int:
@@ -93,7 +98,7 @@ def check_starts(folder: Path, judge: ChatJudgeConfig, asked: dict[str, int]) ->
     for start in starts:
         recorded = set(start["recorded"])
         for i in range(NUM_SAMPLES):
-            body = write_request(judge.model, response(i), more={"max_tokens": judge.max_tokens})
+            body = write_request(judge.model, question(response(i)), {"max_tokens": judge.max_tokens})
             keys = [hashlib.sha256(body + b"\n" + f"0.{k}".encode()).hexdigest() for k in range(num_tries(i))]
             if recorded.issuperset(keys):
                 assert asked[response(i)] == start["asked"][response(i)], f"sample {i} was asked again"

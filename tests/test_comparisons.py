@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from guerdon import judge_core
 from guerdon.core import Score
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.judge_core import Comparing, Criterion, GroupScores, Judgement, Pair, Rubric, Sample, Schedule, Verdict
@@ -54,9 +55,11 @@ def ask(
         assert isinstance(pair, Pair)
         gap = STRENGTHS.get(pair.a.response, 0) - STRENGTHS.get(pair.b.response, 0)
         first = sigmoid([gap + bias, -gap + bias])
+        is_bad = fails({pair.a.response, pair.b.response})
         answer = np.log((1 - mass) * np.stack([first, 1 - first], -1))
-        answers.append(InvalidRequest("too long") if fails({pair.a.response, pair.b.response}) else answer)
-    return made.judge(answers, verdict, bound, lambda number, criterion: f"question {number}.{criterion}")
+        answers += [InvalidRequest("too long") if is_bad else row for row in answer]
+    told, _ = made._rubric.read_answers(made.subjects, answers, verdict, bound, lambda number: f"question {number}")
+    return made.judge(told)
 
 
 def rewards(judged: Judgement) -> list[float]:
@@ -155,18 +158,22 @@ def test_scores_are_the_criterias_and_the_reward_their_weighted_sum() -> None:
     made = attributes(judged)
     gaps = np.subtract.outer([*STRENGTHS.values()], [*STRENGTHS.values()])
     wins = (sigmoid(gaps).sum(1) - 0.5) / 4
-    np.testing.assert_allclose(made, np.stack([wins, 1 - wins, np.full(5, 0.25), np.zeros(5)], -1), atol=1e-6)
+    np.testing.assert_allclose(made[:, :4], np.stack([wins, 1 - wins, np.full(5, 0.25), np.zeros(5)], -1), atol=1e-6)
+    doubts = sigmoid(gaps)
+    np.fill_diagonal(doubts, 1)
+    entropies = -doubts * np.log(doubts) - (1 - doubts) * np.log(np.maximum(1 - doubts, 1e-300))
+    np.testing.assert_allclose(made[:, 4], entropies.max(1), atol=1e-6)
     np.testing.assert_allclose(rewards(judged), 2 * wins - 0.5 * (1 - wins), atol=1e-12)
     assert judged.comparisons is not None and len(judged.comparisons.pairs) == 10
-    assert rubric().attribute_names == ("one", "two", "other_mass", "disagreed")
+    assert rubric().attribute_names == ("one", "two", "other_mass", "disagreed", "label_entropy")
 
 
 def test_a_bias_for_the_first_place_makes_ties_and_is_told() -> None:
     judged = ask(plan("abcde"), bias=9.0)
-    np.testing.assert_array_equal(attributes(judged)[:, -1], 1.0)
+    np.testing.assert_array_equal(attributes(judged)[:, 3], 1.0)
     np.testing.assert_allclose(rewards(judged), 0.0, atol=1e-9)
     # Only c and d lie further apart than this bias reaches.
-    partly = attributes(ask(plan("bcd"), bias=1.7))[:, -1]
+    partly = attributes(ask(plan("bcd"), bias=1.7))[:, 3]
     np.testing.assert_allclose(partly, [0.5, 1.0, 0.5])
 
 
@@ -246,6 +253,6 @@ def test_much_mass_on_no_label_fails_both_samples() -> None:
 
 @pytest.mark.parametrize(("bound", "message"), [("MAX_QUESTIONS", "40 questions"), ("MAX_CHARACTERS", "characters")])
 def test_too_much_to_ask_is_refused(bound: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparisons, bound, 39)
+    monkeypatch.setattr(judge_core, bound, 39)
     with pytest.raises(InvalidRequest, match=message):
         plan("abcde")

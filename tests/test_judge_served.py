@@ -38,7 +38,7 @@ from served import Serve
 from server.helpers import wait_until
 
 NAMES = [*zoo.DECODERS, *zoo.LANGUAGE_MODELS]
-COMPONENTS = (*CRITERIA, "other_mass")
+COMPONENTS = (*CRITERIA, "other_mass", "label_entropy")
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +74,9 @@ def test_scores_are_those_of_separate_forwards(name: str, server: RunningServer,
     assert scores.attribute_names == COMPONENTS
     assert scores.attributes is not None
     np.testing.assert_allclose(scores.rewards, want["rewards"], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(scores.attributes[:, :-1], want["values"], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(scores.attributes[:, -1], want["other"].max(-1), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(scores.attributes[:, :-2], want["values"], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(scores.attributes[:, -2], want["other"].max(-1), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(scores.attributes[:, -1], want["entropy"].max(-1), rtol=0, atol=1e-5)
 
 
 def test_the_likeliest_label_may_decide(server: RunningServer, folder: Path) -> None:
@@ -83,7 +84,7 @@ def test_the_likeliest_label_may_decide(server: RunningServer, folder: Path) -> 
     with RewardClient(server.grpc_url, "likeliest") as client:
         scores = client.score(texts=TEXTS, prompts=PROMPTS)
     assert scores.attributes is not None
-    np.testing.assert_array_equal(scores.attributes[:, :-1], want["likeliest"])
+    np.testing.assert_array_equal(scores.attributes[:, :-2], want["likeliest"])
     np.testing.assert_allclose(scores.rewards, want["likeliest_rewards"])
 
 
@@ -241,7 +242,7 @@ def test_another_checkpoint_is_judged_with_after_a_swap(tmp_path: Path, monkeypa
 COMPARING_NAMES = ("llama", "gpt2", "gemma3", "mixtral", "mamba", "falcon-h1")
 BASE = "mixtral"
 """Its two orders agree about half of the pairs."""
-COMPARING_COMPONENTS = (*COMPARED, "other_mass", "disagreed")
+COMPARING_COMPONENTS = (*COMPARED, "other_mass", "disagreed", "label_entropy")
 PROMPT = "two and two? "
 COMPARING_RESPONSES = ["the answer is {4}", "that is no number I can name", "red", "4"]
 
@@ -268,7 +269,7 @@ def comparing_server(folder: Path, serve: Serve) -> RunningServer:
 
 
 def table(folder: Path, **labels: float) -> dict[tuple[int, int], tuple[np.ndarray, ...]]:
-    """What plain forwards say of each pair: verdicts, disagreements and other mass, each `[K]`."""
+    """What plain forwards say of each pair: verdicts, disagreements, other mass and entropy, each `[K]`."""
     return {
         (i, j): wanted_verdict(
             folder, PROMPT, COMPARING_RESPONSES[i], COMPARING_RESPONSES[j], labels or COMPARED_LABELS
@@ -304,9 +305,10 @@ def test_comparing_scores_are_those_of_separate_forwards(
     np.testing.assert_allclose(scores.attributes[:, :2], wins, rtol=0, atol=1e-5)
     np.testing.assert_allclose(scores.rewards, wins @ COMPARED_WEIGHTS, rtol=0, atol=1e-5)
     own = [[value for pair, value in want.items() if i in pair] for i in range(4)]
-    masses = [max(other.max() for *_, other in values) for values in own]
-    np.testing.assert_allclose(scores.attributes[:, 2], masses, rtol=0, atol=1e-5)
-    shares = [np.mean([disagreed for _, disagreed, _ in values]) for values in own]
+    for column, row in ((2, 2), (4, 3)):
+        most = [max(value[row].max() for value in values) for values in own]
+        np.testing.assert_allclose(scores.attributes[:, column], most, rtol=0, atol=1e-5)
+    shares = [np.mean([value[1] for value in values]) for values in own]
     np.testing.assert_allclose(scores.attributes[:, 3], shares, atol=1e-6)
 
 
@@ -419,7 +421,7 @@ def test_gyms_form_gives_the_rewards_and_their_verdicts(comparing_server: Runnin
     verdicts = table(folder / BASE)
     assert len(told["comparison_results"]) == 12
     for one in told["comparison_results"]:
-        verdict, disagreed, _ = verdicts[one["response_i"], one["response_j"]]
+        verdict, disagreed, *_ = verdicts[one["response_i"], one["response_j"]]
         k = one["judge_idx"]
         assert (one["criterion"], one["disagreed"]) == ([*COMPARED][k], disagreed[k])
         assert one["score_1"] == pytest.approx(verdict[k], abs=1e-5)

@@ -97,7 +97,8 @@ class Score:
     """The result for one sequence: `reward` is the scalar, NaN if the model gives none.
 
     `attributes` are float32 `[A]`, `values` float32 `[T]`, `steps` float32 `[K]`. `answer` is to the `ask`, of the
-    kind's own type; its `numbers()` are what two computations of it must agree on.
+    kind's own type; its `numbers()` are what two computations of it must agree on. `names` are the attributes' if the
+    sample has more than its model names.
     """
 
     reward: float
@@ -105,6 +106,7 @@ class Score:
     values: np.ndarray | None = None
     steps: np.ndarray | None = None
     answer: Any = None
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +234,7 @@ class ModelInfo:
     `endings.Ending`). All of these texts are empty if there is no such thing. An encoder `reads_pairs`, with special
     tokens where its tokenizer's template for pairs has them. `proofs` are the start's lines. Functions, sums and models
     of other servers are not `is_checkpoint`. If it `has_components`, the attributes are what the reward is made of, as
-    a sum's and a judge's.
+    a sum's and a judge's. With `adds_attributes` a sample may have more than `attribute_names`, with names of its own.
     """
 
     name: str
@@ -268,6 +270,7 @@ class ModelInfo:
     reads_pairs: bool = False
     is_checkpoint: bool = True
     has_components: bool = False
+    adds_attributes: bool = False
 
     def names_of(self, num_attributes: int) -> tuple[str, ...]:
         """Returns the attributes' names: LABEL_0, LABEL_1, ... if the model names none, as a user's function."""

@@ -5,14 +5,14 @@ Legend: N samples, K criteria, L labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from guerdon.core import Score, ScoreReply, ScoreRequest
+from guerdon.core import Message, Score, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest, NoVerdict
 from guerdon.teacher_core import LogprobQuery, TokenLogprobs
 
@@ -24,14 +24,25 @@ OTHER_MASS = "other_mass"
 """The component beside the criteria: the most probability that any of them leaves to tokens that are no labels."""
 DISAGREED = "disagreed"
 """The component of a judge that compares: the share of a sample's verdicts on which the two orders disagreed."""
+LABEL_ENTROPY = "label_entropy"
+"""The component that shows an unsure judge: the largest entropy over the labels' values of any criterion, in nats."""
+SAMPLE_CRITERIA = "sample_criteria"
+"""The component of the criteria that came with the sample: what they add to the reward."""
+
+MAX_QUESTIONS, MAX_CHARACTERS = 1 << 16, 1 << 28
+"""Limits of one request, because comparisons and criteria multiply its size."""
+MOST_NAMED = 64
+"""Most own criteria of samples that are components by their names."""
 
 Verdict = Literal["expected", "likeliest"]
 Schedule = Literal["round_robin", "circular", "reference"]
 GroupScores = Literal["bradley_terry", "wins"]
 Spellings = Literal["exact", "any"]
+Own = Literal["ignore", "add", "replace"]
+Reduce = Literal["sum", "mean"]
 
-Explain = Callable[[int, int], str]
-"""Returns the model's likeliest tokens in place of a label, by indices of answer and criterion."""
+Explain = Callable[[int], str]
+"""Returns the model's likeliest tokens in place of a label, by the question's index."""
 
 NUM_LIKELIEST = 5
 """How many of the likeliest tokens a question asks for, to explain a sample without a verdict."""
@@ -48,11 +59,16 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A judge's sample: a response, and the prompt and reference if its template has them."""
+    """A judge's sample: a response, and the prompt and reference if its template has them.
+
+    `criteria` came with it. `history` is the prompt as messages.
+    """
 
     response: str
     prompt: str = ""
     reference: str = ""
+    criteria: tuple[Criterion, ...] = ()
+    history: tuple[Message, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +87,9 @@ class Comparing:
     scores: GroupScores = "bradley_terry"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reading:
-    """Results from the labels' probabilities, each float64 `[N,K]`.
-
-    `expected` are the means of the labels' values by their probabilities, which are normalised to 1 over the labels;
-    `likeliest` the likeliest labels' values; `other` the probability of no label. Both values are NaN if no label is
-    possible.
-    """
-
-    expected: np.ndarray
-    likeliest: np.ndarray
-    other: np.ndarray
-
-    def values(self, verdict: Verdict) -> np.ndarray:
-        """Returns the values that the setting `verdict` chooses."""
-        return self.expected if verdict == "expected" else self.likeliest
+VALUE, SIDE, OTHER, ENTROPY = range(4)
+"""Rows of a judge's answers, float64 `[4,K]` for K criteria: the value that `verdict` chooses, the likeliest label's
+value, the probability of no label, and the entropy over the labels' values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,9 @@ class Rubric:
     The `template` has FIELDS in braces, or COMPARED_FIELDS if it compares; `system` is the system message of a chat, if
     any. Each of the `labels` is an answer that has the value at the same place in `values`, which is the first
     response's if there are two. With the `spellings` any, all tokens count that are the label but for case and blanks.
-    `chat_template_kwargs` are variables of the chat template. `path` is the file that it was read from.
+    `chat_template_kwargs` are variables of the chat template. `path` is the file that it was read from. `own` says
+    what criteria of a sample's own do: `add` to the rubric's, or `replace` them. The reward is the weighted `sum` of
+    the criteria's values, or their weighted `mean`, by the weights' magnitudes. A judge in words has no labels.
     """
 
     template: str
@@ -108,6 +113,8 @@ class Rubric:
     compare: Comparing | None = None
     spellings: Spellings = "exact"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    own: Own = "ignore"
+    reduce: Reduce = "sum"
 
     @property
     def fields(self) -> set[str]:
@@ -115,20 +122,33 @@ class Rubric:
         return {name for _, name, _, _ in Formatter().parse(self.template) if name is not None}
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The criteria's names, in order."""
-        return tuple(criterion.name for criterion in self.criteria)
+    def named(self) -> tuple[Criterion, ...]:
+        """The criteria that every sample is asked, if they have names."""
+        return () if self.own == "replace" else tuple(one for one in self.criteria if one.name)
 
     @property
     def attribute_names(self) -> tuple[str, ...]:
-        """The names of a sample's attributes: the criteria's, and the diagnostics."""
-        return (*self.names, OTHER_MASS) if self.compare is None else (*self.names, OTHER_MASS, DISAGREED)
+        """The names of every sample's attributes: the criteria's, and the diagnostics; empty without any."""
+        beside = (
+            (SAMPLE_CRITERIA, self.own != "ignore"),
+            (OTHER_MASS, bool(self.labels)),
+            (DISAGREED, self.compare is not None),
+            (LABEL_ENTROPY, bool(self.labels)),
+        )
+        return (*(one.name for one in self.named), *(name for name, is_there in beside if is_there))
 
     @property
     def attribute_weights(self) -> tuple[float, ...]:
-        """Weights of the attributes in the reward."""
-        beside = len(self.attribute_names) - len(self.names)
-        return (*(criterion.weight for criterion in self.criteria), *[0.0] * beside)
+        """Weights of the attributes in the reward; empty if they differ by sample."""
+        if self.reduce == "mean":
+            return ()
+        weights = {one.name: one.weight for one in self.named} | {SAMPLE_CRITERIA: 1.0}
+        return tuple(weights.get(name, 0.0) for name in self.attribute_names)
+
+    def criteria_of(self, subject: Sample | Pair) -> tuple[Criterion, ...]:
+        """Returns the criteria that a subject is asked, the rubric's first."""
+        own = subject.criteria if isinstance(subject, Sample) else ()
+        return own if own and self.own == "replace" else (*self.criteria, *own)
 
     @property
     def needs_reference(self) -> bool:
@@ -142,40 +162,61 @@ class Rubric:
         else:
             sample, responses = subject.a, {"response_a": subject.a.response, "response_b": subject.b.response}
         given = {"prompt": sample.prompt, "reference": sample.reference, **responses}
-        return [self.template.format(**given, criterion=criterion.text) for criterion in self.criteria]
+        return [self.template.format(**given, criterion=criterion.text) for criterion in self.criteria_of(subject)]
 
-    def read(self, logprobs: np.ndarray) -> Reading:
-        """Returns the results from the labels' log-probs `[N,K,L]`."""
+    def read(self, logprobs: np.ndarray, verdict: Verdict) -> np.ndarray:
+        """Returns the answers, float64 `[4,Q]`, from the labels' log-probs `[Q,L]`; NaN if no label is possible.
+
+        The values' mean is by the labels' probabilities, which are normalised to 1 over the labels.
+        """
         wide = logprobs.astype(np.float64)
         other = np.clip(1 - np.exp(wide).sum(-1), 0, 1)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", divide="ignore"):
             shares = np.exp(wide - wide.max(-1, keepdims=True))
             shares /= shares.sum(-1, keepdims=True)
             values = np.asarray(self.values)
             # Not by products of matrices, whose sums depend on the number of rows.
-            return Reading((shares * values).sum(-1), values[shares.argmax(-1)] + 0 * shares.sum(-1), other)
+            expected = (shares * values).sum(-1)
+            likeliest = values[shares.argmax(-1)] + 0 * expected
+            # Labels of one value, such as two spellings, leave no doubt.
+            each = np.stack([shares[..., values == value].sum(-1) for value in np.unique(values)])
+            entropy = -np.where(each > 0, each * np.log(each), each).sum(0)
+        return np.stack([expected if verdict == "expected" else likeliest, likeliest, other, entropy])
 
-    def rewards(self, values: np.ndarray) -> np.ndarray:
-        """Returns the weighted sums of the criteria's values `[N,K]`."""
-        return (values * [criterion.weight for criterion in self.criteria]).sum(-1)
+    def read_answers(
+        self,
+        subjects: Iterable[Sample | Pair],
+        logprobs: list[np.ndarray | GuerdonError],
+        verdict: Verdict,
+        max_other_mass: float,
+        explain: Explain,
+    ) -> tuple[list[np.ndarray | GuerdonError], np.ndarray]:
+        """Returns the answers about each subject, float64 `[4,K]`, or its first error, and each question's other mass.
 
-    def find_faults(
-        self, reading: Reading, answers: list[np.ndarray | GuerdonError], max_other_mass: float, explain: Explain
-    ) -> dict[int, NoVerdict]:
-        """Returns an error for each row of the reading that leaves more than `max_other_mass` to other tokens.
-
-        The rows are those of the `answers` that are no errors.
+        `logprobs` are the labels' for each question, `[L]`, or its error. A subject fails if a criterion leaves more
+        than `max_other_mass` to other tokens.
         """
-        is_bad = (reading.other > max_other_mass).any(-1) | ~np.isfinite(reading.expected).all(-1)
-        numbers = [i for i, answer in enumerate(answers) if isinstance(answer, np.ndarray)]
-        found = {}
-        for row in np.flatnonzero(is_bad).tolist():
-            worst = int(reading.other[row].argmax())
-            found[row] = NoVerdict(
-                f"{self.names[worst]}: {reading.other[row, worst]:.3g} of the probability is on tokens that are no "
-                f"labels, and at most {max_other_mass:g} may be (max_other_mass); {explain(numbers[row], worst)}"
-            )
-        return found
+        places = [i for i, one in enumerate(logprobs) if isinstance(one, np.ndarray)]
+        whole = np.full((4, len(logprobs)), np.nan)
+        told = np.array([logprobs[i] for i in places], np.float64).reshape(-1, len(self.labels))
+        whole[:, places] = self.read(told, verdict)
+        is_bad = (whole[OTHER] > max_other_mass) | ~np.isfinite(whole[VALUE])
+        answers: list[np.ndarray | GuerdonError] = []
+        start = 0
+        for subject in subjects:
+            criteria = self.criteria_of(subject)
+            part = slice(start, start + len(criteria))
+            answer: np.ndarray | GuerdonError = whole[:, part]
+            if is_bad[part].any():
+                worst = int(np.nan_to_num(whole[OTHER, part]).argmax())
+                answer = next((one for one in logprobs[part] if isinstance(one, GuerdonError)), None) or NoVerdict(
+                    f"{criteria[worst].name or criteria[worst].text}: {whole[OTHER, start + worst]:.3g} of the "
+                    "probability is on tokens that are no labels, and at most "
+                    f"{max_other_mass:g} may be (max_other_mass); {explain(start + worst)}"
+                )
+            answers.append(answer)
+            start = part.stop
+        return answers, whole[OTHER]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,14 +255,9 @@ class Comparisons:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judgement:
-    """A score or an error for each sample of a request.
-
-    `other`, float64 `[M,K]`, is the probability of no label for everything that was answered. `comparisons` are there
-    if the judge compares.
-    """
+    """A score or an error for each sample of a request; `comparisons` are there if the judge compares."""
 
     results: list[Score | GuerdonError]
-    other: np.ndarray
     comparisons: Comparisons | None = None
 
 
@@ -240,55 +276,97 @@ class JudgedReply(ScoreReply):
 class Plan(Protocol):
     """A judge's questions about a request's samples, and the reduction of its answers to scores.
 
-    Each of the `subjects` is asked every criterion; its tokens count as those of the sample at the same place in
+    Each of the `subjects` is asked all its criteria; its tokens count as those of the sample at the same place in
     `owners`.
     """
 
     subjects: list[Sample | Pair]
     owners: list[int]
 
-    def judge(
-        self, answers: list[np.ndarray | GuerdonError], verdict: Verdict, max_other_mass: float, explain: Explain
-    ) -> Judgement:
-        """Returns the samples' scores; an answer is a subject's log-probs of the labels, `[K,L]`, or an error."""
+    def judge(self, answers: list[np.ndarray | GuerdonError]) -> Judgement:
+        """Returns the samples' scores from the answers about each subject, float64 `[4,K]`, or its error."""
         ...
 
 
 class PlanOfSingles:
     """Asks about each sample alone.
 
-    A criterion's value is the labels' mean, or the likeliest label's value. A sample fails if one of its questions
-    failed, or if a criterion leaves more than `max_other_mass` to other tokens. Attributes are the criteria's values,
-    and OTHER_MASS after them.
+    Attributes are the values of the rubric's criteria, what the sample's own add to the reward, and the diagnostics;
+    then the values of own criteria whose names all scored samples of the request share.
     """
 
-    def __init__(self, rubric: Rubric, samples: list[Sample | InvalidRequest]) -> None:
-        """An error among the `samples` is that sample's."""
+    def __init__(self, rubric: Rubric, samples: list[Sample | InvalidRequest], name: str = "") -> None:
+        """An error among the `samples` is that sample's; raises InvalidRequest if `name`, the judge, is asked much."""
         self._rubric, self._samples = rubric, samples
         self.owners = [i for i, sample in enumerate(samples) if isinstance(sample, Sample)]
-        self.subjects: list[Sample | Pair] = [sample for sample in samples if isinstance(sample, Sample)]
+        read = [sample for sample in samples if isinstance(sample, Sample)]
+        self.subjects: list[Sample | Pair] = [*read]
+        if rubric.own != "ignore":
+            counts = [len(rubric.criteria_of(sample)) for sample in read]
+            check_questions(name, sum(counts), sum(map(len_with, read, counts)), "criteria of this request's samples")
 
-    def judge(
-        self, answers: list[np.ndarray | GuerdonError], verdict: Verdict, max_other_mass: float, explain: Explain
-    ) -> Judgement:
+    def judge(self, answers: list[np.ndarray | GuerdonError]) -> Judgement:
         """Returns the samples' scores, as `Plan.judge`."""
-        rubric = self._rubric
         results: dict[int, Score | GuerdonError] = {
             i: sample for i, sample in enumerate(self._samples) if isinstance(sample, GuerdonError)
         }
-        answered = [i for i, answer in zip(self.owners, answers, strict=True) if isinstance(answer, np.ndarray)]
         results |= {i: a for i, a in zip(self.owners, answers, strict=True) if isinstance(a, GuerdonError)}
-        reading = rubric.read(stacked(rubric, answers))
-        values = reading.values(verdict)
-        attributes = np.concatenate([values, reading.other.max(-1, keepdims=True)], -1).astype(np.float32)
-        scores: list[Score | GuerdonError] = list(map(Score, rubric.rewards(values).tolist(), attributes))
-        for i, error in rubric.find_faults(reading, answers, max_other_mass, explain).items():
-            scores[i] = error
-        results |= zip(answered, scores, strict=True)
-        return Judgement([results[i] for i in range(len(self._samples))], reading.other)
+        answered = [i for i, a in zip(self.owners, answers, strict=True) if isinstance(a, np.ndarray)]
+        if answered:
+            scored = [self._samples[i] for i in answered]
+            told = [answer for answer in answers if isinstance(answer, np.ndarray)]
+            results |= zip(answered, self._score([s for s in scored if isinstance(s, Sample)], told), strict=True)
+        return Judgement([results[i] for i in range(len(self._samples))])
+
+    def _score(self, samples: list[Sample], answers: list[np.ndarray]) -> list[Score]:
+        """Returns the scores of samples that did not fail."""
+        rubric = self._rubric
+        asked, whole = [rubric.criteria_of(sample) for sample in samples], np.concatenate(answers, -1)
+        starts = np.cumsum([0, *map(len, asked[:-1])])
+        weights = np.array([one.weight for criteria in asked for one in criteria])
+        worth = whole[VALUE] * weights
+        if rubric.reduce == "mean":
+            worth /= np.repeat(np.add.reduceat(np.abs(weights), starts), [*map(len, asked)])
+        rewards = np.add.reduceat(worth, starts).tolist()
+        columns = [whole[VALUE, starts + k] for k in range(len(rubric.named))]
+        if rubric.own != "ignore":
+            is_own = np.concatenate([np.arange(len(criteria)) >= len(rubric.named) for criteria in asked])
+            columns.append(np.add.reduceat(np.where(is_own, worth, 0.0), starts))
+        if rubric.labels:
+            columns += [np.maximum.reduceat(whole[row], starts) for row in (OTHER, ENTROPY)]
+        if not columns:
+            return [*map(Score, rewards)]
+        names = self._shared_names(asked)
+        places = [{one.name: k for k, one in enumerate(criteria)} for criteria in asked]
+        columns += [whole[VALUE, starts + [place[name] for place in places]] for name in names]
+        attributes = np.stack(columns, -1).astype(np.float32)
+        if not names:
+            return list(map(Score, rewards, attributes))
+        every = (*rubric.attribute_names, *names)
+        return [Score(reward, row, names=every) for reward, row in zip(rewards, attributes, strict=True)]
+
+    def _shared_names(self, asked: list[tuple[Criterion, ...]]) -> list[str]:
+        """Returns the names that each sample's own criteria have once, and nothing else has."""
+        taken = {"", *self._rubric.attribute_names}
+        rows = [[one.name for one in criteria] for criteria in asked]
+        shared = set(rows[0]).intersection(*rows[1:]) - taken
+        once = [name for name in rows[0] if name in shared and all(row.count(name) == 1 for row in rows)]
+        return once[:MOST_NAMED]
 
 
-def stacked(rubric: Rubric, answers: list[np.ndarray | GuerdonError]) -> np.ndarray:
-    """Returns the log-probs of all answers that are no errors, `[M,K,L]`."""
-    shape = (-1, len(rubric.criteria), len(rubric.labels))
-    return np.array([answer for answer in answers if isinstance(answer, np.ndarray)], np.float64).reshape(shape)
+def len_with(subject: Sample | Pair, num_criteria: int) -> int:
+    """Returns about the characters of a subject's questions."""
+    a, b = (subject, None) if isinstance(subject, Sample) else (subject.a, subject.b.response)
+    return num_criteria * (len(a.response) + len(b or "") + len(a.prompt) + len(a.reference))
+
+
+def check_questions(name: str, num_questions: int, num_characters: int, what: str) -> None:
+    """Raises InvalidRequest if so many questions to a judge, of so many characters, are too many for one request."""
+    for number, most, unit in (
+        (num_questions, MAX_QUESTIONS, "questions to"),
+        (num_characters, MAX_CHARACTERS, "characters for"),
+    ):
+        if number > most:
+            raise InvalidRequest(
+                f"the {what} make {number:,} {unit} {name}, and at most {most:,} may be; send fewer samples at once"
+            )

@@ -18,7 +18,7 @@ from guerdon.errors import SampleFailed
 from guerdon.settings.config import JudgeConfig
 from served import Serve
 
-COMPONENTS = (*judged.CRITERIA, "other_mass")
+COMPONENTS = (*judged.CRITERIA, "other_mass", "label_entropy")
 
 
 @pytest.fixture(scope="module")

@@ -147,7 +147,9 @@ def test_the_judges_page_does_what_it_says(reader: Reader) -> None:
             reader.read(dataclasses.replace(block, text=block.text.replace("--rubric", "--max-other-mass 1 --rubric")))
     with RewardClient(f"http://127.0.0.1:{reader.ports['5555']}", "judge") as client:
         scores = client.score(texts=["What? That."], prompts=["What? "])
-    assert scores.attribute_names == ("correct", "brief", "other_mass") and scores.attributes is not None
+    assert (
+        scores.attribute_names == ("correct", "brief", "other_mass", "label_entropy") and scores.attributes is not None
+    )
     assert math.isclose(scores.rewards[0], 2 * scores.attributes[0, 0] + scores.attributes[0, 1], rel_tol=1e-5)
 
 
@@ -159,8 +161,18 @@ def test_the_page_of_judges_that_compare_does_what_it_says(reader: Reader) -> No
             reader.read(dataclasses.replace(block, text=block.text.replace("--rubric", "--max-other-mass 1 --rubric")))
     with RewardClient(f"http://127.0.0.1:{reader.ports['5555']}", "judge") as client:
         scores = client.score(texts=["What? That.", "What? This."], prompts=["What? "] * 2)
-    assert scores.attribute_names == ("correct", "brief", "other_mass", "disagreed")
+    assert scores.attribute_names == ("correct", "brief", "other_mass", "disagreed", "label_entropy")
     assert math.isclose(scores.rewards.sum(), 0, abs_tol=1e-5)
+
+
+def test_the_page_of_samples_criteria_does_what_it_says(reader: Reader) -> None:
+    judge = zoo.language_model("llama", reader.folder / "my-judge", vocab_size=chats.VOCAB_SIZE)
+    chats.save("chatml", judge, words=("yes", "no"))
+    for block in blocks_of(ROOT / "docs/sample_criteria.md"):
+        reader.read(dataclasses.replace(block, text=block.text.replace("--rubric", "--max-other-mass 1 --rubric")))
+    with RewardClient(f"http://127.0.0.1:{reader.ports['5555']}", "judge") as client:
+        scores = client.score(texts=["What? That."], prompts=["What? "], labels=[["Is it?"]])
+    assert scores.attribute_names == ("correct", "sample_criteria", "other_mass", "label_entropy")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="isolation needs Linux")

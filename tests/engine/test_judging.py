@@ -140,27 +140,29 @@ def test_comparisons_cost_what_they_do_not_share(schedule: str, num_firsts: int,
     assert computed < 0.6 * sum(map(len, rows))
 
 
-def explain(number: int, criterion: int) -> str:
-    return f"answer {number}, criterion {criterion}"
+def explain(number: int) -> str:
+    return f"question {number}"
 
 
 RUBRIC = Rubric("{response}", ("y", "n"), (1.0, 0.0), (Criterion("one", ""), Criterion("two", "", 3.0)))
 
 
 def test_values_are_means_over_the_labels_alone() -> None:
-    logprobs = np.log(np.array([[[0.6, 0.2], [0.1, 0.3]]], np.float32))
-    judged = PlanOfSingles(RUBRIC, [Sample("a")]).judge([*logprobs], "expected", 0.61, explain)
-    (score,) = judged.results
+    logprobs = np.log(np.array([[0.6, 0.2], [0.1, 0.3]], np.float32))
+    plan = PlanOfSingles(RUBRIC, [Sample("a")])
+    answers, _ = RUBRIC.read_answers(plan.subjects, [*logprobs], "expected", 0.61, explain)
+    (score,) = plan.judge(answers).results
     assert isinstance(score, Score) and score.attributes is not None
-    np.testing.assert_allclose(score.attributes, [0.75, 0.25, 0.6], rtol=1e-6)
+    unsure = -0.75 * np.log(0.75) - 0.25 * np.log(0.25)
+    np.testing.assert_allclose(score.attributes, [0.75, 0.25, 0.6, unsure], rtol=1e-6)
     np.testing.assert_allclose([score.reward], [1.5], rtol=1e-6)
-    np.testing.assert_allclose(judged.other, [[0.2, 0.6]], atol=1e-6)
 
 
 def test_labels_that_are_impossible_fail_the_sample_under_any_bound() -> None:
     for verdict in ("expected", "likeliest"):
         plan, impossible = PlanOfSingles(RUBRIC, [Sample("a")]), np.full((2, 2), -np.inf, np.float32)
-        (result,) = plan.judge([impossible], verdict, 1.0, explain).results  # type: ignore[arg-type]
+        answers, _ = RUBRIC.read_answers(plan.subjects, [*impossible], verdict, 1.0, explain)  # type: ignore[arg-type]
+        (result,) = plan.judge(answers).results
         assert isinstance(result, SampleFailed) and "no label" in str(result)
 
 

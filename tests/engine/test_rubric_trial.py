@@ -116,7 +116,7 @@ def test_any_spelling_counts_if_the_rubric_says_so(
         told = info(judge)
     assert not [record for record in caplog.records if record.name == "guerdon.engine.judging"]
     assert scores.attributes is not None and values.min() > 0.05 and other.max() < 0.4, "they are the model's words"
-    np.testing.assert_allclose(scores.attributes[0], [*values, other.max()], atol=1e-5)
+    np.testing.assert_allclose(scores.attributes[0, :-1], [*values, other.max()], atol=1e-5)
     np.testing.assert_allclose(scores.rewards, [2 * values[0] + values[1]], atol=1e-5)
     assert (
         "spellings of 'yes': 'yes', " in told.proofs[-1]
@@ -148,7 +148,7 @@ def test_thinking_is_named_and_turned_off(tmp_path: Path, caplog: pytest.LogCapt
     with load(folder, rubric, max_other_mass=1.0) as judge:
         scores = judge.score(texts=["What? That."], prompts=["What? "])
         assert scores.attributes is not None
-        np.testing.assert_allclose(scores.attributes[0], [*values, other.max()], atol=1e-5)
+        np.testing.assert_allclose(scores.attributes[0, :-1], [*values, other.max()], atol=1e-5)
     assert np.abs(values - plain).max() > 1e-3, "the switch matters"
 
 

@@ -17,6 +17,7 @@ from guerdon.distributed.ranks import ALONE
 from guerdon.engine.judging import JudgeEngine, build_judge
 from guerdon.engine.logprobs import entropies_of
 from guerdon.engine.native.library import find
+from guerdon.errors import GuerdonError
 from guerdon.judge_core import PlanOfSingles, Sample
 from guerdon.kinds import judges as judgements
 from guerdon.kinds.compare import PlanOfPairs
@@ -282,7 +283,7 @@ def judge_groups(judge: JudgeEngine, groups: list[list[Sample]]) -> list[list[An
     texts = [str(text) for text in judgements.render_subjects(judge, plan.subjects)]
     request, rows = ScoreRequest(texts=texts), judge.text.encode(texts)
     said = judge.score([judgements.make_question(judge, row, request, i) for i, row in enumerate(rows)])
-    count = len(judge.rubric.criteria)
-    answers = [judgements._answer(said[i : i + count], judge.labels) for i in range(0, len(said), count)]
-    results = plan.judge(answers, judge.config.verdict, 1.0, lambda *_: "").results
+    logprobs = [one if isinstance(one, GuerdonError) else judge.labels.read(judgements._said(one)) for one in said]
+    answers, _ = judge.rubric.read_answers(plan.subjects, logprobs, judge.config.verdict, 1.0, lambda _: "")
+    results = plan.judge(answers).results
     return [[results[i] for i in np.flatnonzero(numbers == number)] for number in range(len(groups))]

@@ -26,7 +26,7 @@ from guerdon.server.chat_judge.answer_cache import FILE
 from guerdon.server.chat_judge.parsing import AnswerParser, Unreadable
 from guerdon.settings.chat_judges import ChatJudgeConfig, ParseConfig
 from guerdon.settings.config import ServerConfig
-from guerdon.wire.chat_completions import ChatAnswer, write_request
+from guerdon.wire.chat_completions import ChatAnswer, write_messages, write_request
 from killing import Kill, Restarted, forkserver
 from ports import free_port
 from stand_in_judge import stand_in
@@ -99,7 +99,8 @@ def test_a_real_judge_is_not_asked_twice_for_what_it_answered(tmp_path: Path) ->
     parser, keys, num_unreadable = AnswerParser(judge.parse), {}, 0
     for text, prompt, reward, error in zip(texts, prompts, rewards, errors, strict=True):
         question = TEMPLATE.format(prompt=prompt, response=text.removeprefix(prompt))
-        body = write_request(MODEL, question, more={"max_tokens": 12, "temperature": 0.0})
+        more = {"max_tokens": 12, "temperature": 0.0}
+        body = write_request(MODEL, write_messages([{"role": "user", "content": question}]), more)
         keys[question] = hashlib.sha256(body + b"\n0.0").hexdigest()
         try:
             assert reward == parser.read(answers[keys[question]]) and error is None

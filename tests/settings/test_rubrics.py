@@ -64,7 +64,9 @@ def test_a_rubric_compares_by_plain_defaults(tmp_path: Path) -> None:
     pair = Pair(Sample("{response_b}", "p"), Sample("2", "p"))
     assert rubric.render(pair)[1] == "Q: p\nA: {response_b}\nB: 2\nOr brief?"
     against = read_rubric(judged.write(tmp_path, judged.COMPARING.replace("round_robin", "reference")))
-    assert against.needs_reference and against.attribute_names == ("right", "brief", "other_mass", "disagreed")
+    assert against.needs_reference and against.attribute_names == (
+        *("right", "brief", "other_mass", "disagreed", "label_entropy"),
+    )
 
 
 @pytest.mark.parametrize(

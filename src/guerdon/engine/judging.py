@@ -18,7 +18,7 @@ from guerdon.engine.checkpoint.language_models import LoadedPolicy, load_policy
 from guerdon.engine.checkpoint.text import Steps, TextEncoder
 from guerdon.engine.teacher import TeacherEngine
 from guerdon.errors import CheckpointError, ConfigError, InvalidRequest, SampleFailed
-from guerdon.judge_core import LabelTokens, Pair, Rubric, Sample
+from guerdon.judge_core import SAMPLE_CRITERIA, Criterion, LabelTokens, Pair, Rubric, Sample
 from guerdon.settings.config import JudgeConfig, TeacherConfig
 from guerdon.settings.rubrics import read_rubric
 from guerdon.teacher_core import TokenLogprobs
@@ -89,7 +89,8 @@ class JudgeEngine(TeacherEngine):
             takes_messages=True,
             takes_tokens=False,
             takes_prompts=True,
-            takes_labels=rubric.needs_reference,
+            takes_labels=rubric.needs_reference or rubric.own != "ignore",
+            adds_attributes=rubric.own != "ignore",
             max_top_k=max(len(self.labels.ids), self.info.max_top_k),
             proofs=(*self.info.proofs, f"rubric: {found}"),
             hidden_size=0,
@@ -127,8 +128,8 @@ class JudgeEngine(TeacherEngine):
             found = f"spellings of {'; of '.join(shown)}; {found}"
         if masses[worst] >= ENOUGH:
             return found, False
-        criterion = rubric.names[worst % len(rubric.criteria)]
-        return f"{found}; for {criterion} {self.explain(answers[worst])}", True
+        names = [one.name for subject in try_subjects(rubric) for one in rubric.criteria_of(subject)]
+        return f"{found}; for {names[worst]} {self.explain(answers[worst])}", True
 
     def render(self, subject: Sample | Pair) -> list[str | InvalidRequest]:
         """Returns the question of each criterion, with the first label after it."""
@@ -187,7 +188,10 @@ class Adviser:
 
 def try_subjects(rubric: Rubric) -> list[Sample | Pair]:
     """Returns what the rubric is tried on at the start; two responses in both orders if it compares."""
-    return [_SAMPLES[0]] if rubric.compare is None else [Pair(*_SAMPLES), Pair(*_SAMPLES[::-1])]
+    if rubric.compare is not None:
+        return [Pair(*_SAMPLES), Pair(*_SAMPLES[::-1])]
+    criteria = () if rubric.criteria else (Criterion(SAMPLE_CRITERIA, "Is this true?"),)
+    return [dataclasses.replace(_SAMPLES[0], criteria=criteria)]
 
 
 def render(text: TextEncoder, rubric: Rubric, subject: Sample | Pair, label: str = "") -> list[str | InvalidRequest]:
@@ -251,10 +255,10 @@ def _find_ids(text: TextEncoder, rubric: Rubric) -> np.ndarray:
             made.append(ids)
         return made
 
-    alone = encode("")
+    names, alone = [one.name for one in rubric.criteria_of(try_subjects(rubric)[0])], encode("")
     found: dict[str, int] = {}
     for label in rubric.labels:
-        for name, before, row in zip(rubric.names, alone, encode(label), strict=True):
+        for name, before, row in zip(names, alone, encode(label), strict=True):
             added = row[len(before) :]
             if len(added) != 1 or not np.array_equal(row[:-1], before):
                 what = f"{len(added)} tokens" if np.array_equal(row[: len(before)], before) else "no token of its own"

@@ -10,17 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
-from guerdon.core import ModelInfo, ScoreRequest, Truncation
-from guerdon.errors import ConfigError, InvalidRequest
-from guerdon.judge_core import Criterion, Rubric, Sample
-from guerdon.kinds.judges import render_samples
-from guerdon.kinds.kind import Asks, Kind, SampleReader
+from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, Truncation
+from guerdon.errors import ConfigError, GuerdonError, InvalidRequest
+from guerdon.judge_core import Criterion, Pair, Rubric, Sample
+from guerdon.kinds.judges import in_a_thread_if_long, make_reply, read_questions
+from guerdon.kinds.kind import Asks, Kind, Numbers, SampleReader
 from guerdon.settings.chat_judges import ChatJudgeConfig
+from guerdon.wire.chat_completions import write_messages
 
 _OF_REWARD = ("model", "template", "system", "parse", "parse_retries", "samples", "temperature", "max_tokens", "extra")
-"""The settings that decide about rewards."""
+_OF_CRITERIA = ("criteria", "sample_criteria", "reduce", "compare")
+"""The settings that decide about rewards; of the second, those that are set."""
 
 
 class ChatJudgeKind(Kind):
@@ -38,11 +41,20 @@ class ChatJudgeKind(Kind):
     async def read(
         self, reading: SampleReader, served: Any, request: ScoreRequest, cut: Truncation | None, client: str
     ) -> Asks:
-        """Returns the question about each sample."""
-        rows = await reading.run_in_parts(
-            client, range(len(request)), functools.partial(render_samples, served, request)
-        )
-        return await reading.make_sequences(rows, request, cut, served, client)
+        """Returns a sequence for each question of the plan."""
+        plan, owners, rows = await read_questions(reading, served, request, client)
+        asked = Asks(served, [], [], plan)
+        for owner, row in zip(owners, rows, strict=True):
+            group = None if request.groups is None else int(request.groups[owner])
+            asked.sequences.append(
+                Sequence(np.empty(0, np.int64), "" if isinstance(row, InvalidRequest) else row, group)
+            )
+            asked.errors.append(row if isinstance(row, InvalidRequest) else None)
+        return asked
+
+    async def finish(self, asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
+        """Returns the samples' scores, made of the numbers in the answers."""
+        return await in_a_thread_if_long(len(reply.results), functools.partial(_reduce, asked, reply, metrics))
 
     def why_fixed(self, info: ModelInfo, what: str) -> str:
         """Says that another server has the model."""
@@ -63,16 +75,33 @@ class ServedChatJudge:
         """Raises ConfigError if the API key is missing."""
         read_key(config)
         self.config = config
-        self.rubric = Rubric(config.template, (), (), (Criterion(config.name, ""),), config.system)
-        settings = {name: dataclasses.asdict(config)[name] for name in _OF_REWARD}
+        alone = () if config.sample_criteria != "ignore" else (Criterion("", ""),)
+        self.rubric = rubric = Rubric(
+            config.template,
+            (),
+            (),
+            config.asked() or alone,
+            config.system,
+            compare=config.comparing(),
+            own=config.sample_criteria,
+            reduce=config.reduce,
+        )
+        given = dataclasses.asdict(config)
+        is_set = [name for name in _OF_CRITERIA if given[name] != getattr(ChatJudgeConfig(), name)]
+        settings = {name: given[name] for name in (*_OF_REWARD, *is_set)}
         digest = hashlib.sha256(orjson.dumps(settings, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS))
         self.info = ModelInfo(
             config.name,
             "chat_judge",
+            outputs=("rewards", "attributes") if rubric.attribute_names else ("rewards",),
+            attribute_names=rubric.attribute_names,
+            attribute_weights=rubric.attribute_weights,
+            has_components=bool(rubric.attribute_names),
+            adds_attributes=rubric.own != "ignore",
             takes_messages=True,
             takes_tokens=False,
             takes_prompts=True,
-            takes_labels="reference" in self.rubric.fields,
+            takes_labels=rubric.needs_reference or rubric.own != "ignore",
             weights_version=digest.hexdigest()[:16],
             device="remote",
             path="chat",
@@ -85,9 +114,29 @@ class ServedChatJudge:
         """Returns False: another server's progress is unknown."""
         return False
 
-    def render(self, subject: Sample) -> list[str | InvalidRequest]:
-        """Returns the question about a sample."""
-        return [*self.rubric.render(subject)]
+    def render(self, subject: Sample | Pair) -> list[str | InvalidRequest]:
+        """Returns the messages that ask each criterion, as JSON."""
+        system = [{"role": "system", "content": self.rubric.system}] if self.rubric.system else []
+        made: list[str | InvalidRequest] = []
+        for question in self.rubric.render(subject):
+            try:
+                made.append(write_messages([*system, {"role": "user", "content": question}]))
+            except ValueError as e:
+                made.append(InvalidRequest(f"{self.info.name} cannot be asked about this sample: {e}"))
+        return made
+
+
+def _reduce(asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
+    judge: Any = asked.served
+    answers: list[np.ndarray | GuerdonError] = []
+    start = 0
+    for subject in asked.plan.subjects:
+        told = reply.results[start : start + len(judge.rubric.criteria_of(subject))]
+        start += len(told)
+        values = [one.reward for one in told if isinstance(one, Score)]
+        error = next((one for one in told if isinstance(one, GuerdonError)), None)
+        answers.append(error or np.array([values, values, [0.0] * len(values), [0.0] * len(values)]))
+    return make_reply(judge, asked.plan, answers, reply, metrics)
 
 
 def read_key(config: ChatJudgeConfig) -> str:

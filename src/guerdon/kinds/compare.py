@@ -14,13 +14,23 @@ import numpy as np
 
 from guerdon.core import Score
 from guerdon.errors import GuerdonError, InvalidRequest, named
-from guerdon.judge_core import Comparisons, Explain, Judgement, Pair, Rubric, Sample, Schedule, Verdict, stacked
+from guerdon.judge_core import (
+    ENTROPY,
+    OTHER,
+    SIDE,
+    VALUE,
+    Comparisons,
+    Judgement,
+    Pair,
+    Rubric,
+    Sample,
+    Schedule,
+    check_questions,
+    len_with,
+)
 
 PRIOR = 0.01
 """Virtual wins of each side of a comparison, so that strengths stay finite if a response wins all of its own."""
-
-MAX_QUESTIONS, MAX_CHARACTERS = 1 << 16, 1 << 28
-"""Limits of one request, because comparisons multiply its size."""
 
 _MAX_STEPS, _MAX_HALVINGS = 100, 50
 _SMALLEST_STEP, _SLACK = 1e-12, 1e-9
@@ -127,12 +137,8 @@ class PlanOfPairs:
         self._pairs: list[tuple[int, int]] = []
         groups_of = self._make_groups(groups)
         num_pairs = sum(count_pairs(self._compare.schedule, len(members)) for members in groups_of)
-        if (num_questions := 2 * num_pairs * len(rubric.criteria)) > MAX_QUESTIONS:
-            raise InvalidRequest(
-                f"the comparisons of this request are {num_questions:,} questions to {name}, and at most "
-                f"{MAX_QUESTIONS:,} may be; send fewer groups in a request, or smaller ones, or set `schedule: "
-                "circular` in the rubric"
-            )
+        what = "comparisons of this request, of large or many groups,"
+        check_questions(name, 2 * num_pairs * len(rubric.criteria), 0, what)
         for members in groups_of:
             begin = len(self._pairs)
             if self._compare.schedule == "reference":
@@ -148,29 +154,20 @@ class PlanOfPairs:
             self._asked += sorted(places, key=lambda place: self._pairs[place[0]][place[1]])
         self.owners = [self._pairs[c][order] for c, order in self._asked]
         asked = [self._subject(c, order) for c, order in self._asked]
-        num_characters = len(rubric.criteria) * sum(
-            len(pair.a.response) + len(pair.b.response) + len(pair.a.prompt) + len(pair.a.reference) for pair in asked
-        )
-        if num_characters > MAX_CHARACTERS:
-            raise InvalidRequest(
-                f"the comparisons of this request make {num_characters:,} characters for {name} to read, and at "
-                f"most {MAX_CHARACTERS:,} may be; send fewer groups in a request, or smaller ones"
-            )
+        check_questions(name, 0, sum(len_with(pair, len(rubric.criteria)) for pair in asked), what)
         self.subjects: list[Sample | Pair] = [*asked]
 
-    def judge(
-        self, answers: list[np.ndarray | GuerdonError], verdict: Verdict, max_other_mass: float, explain: Explain
-    ) -> Judgement:
+    def judge(self, answers: list[np.ndarray | GuerdonError]) -> Judgement:
         """Returns the samples' scores, as `Plan.judge`."""
-        answered = [place for place, answer in zip(self._asked, answers, strict=True) if isinstance(answer, np.ndarray)]
-        failed = {c: a for (c, _), a in zip(self._asked, answers, strict=True) if isinstance(a, GuerdonError)}
-        reading = self._rubric.read(stacked(self._rubric, answers))
-        faults = self._rubric.find_faults(reading, answers, max_other_mass, explain)
-        failed |= {answered[i][0]: e for i, e in faults.items()}
-        verdicts, disagreed = combine_orders(
-            self._by_order(answered, reading.values(verdict)), self._by_order(answered, reading.likeliest)
-        )
-        other = self._by_order(answered, reading.other).max((1, 2), initial=0)
+        failed: dict[int, GuerdonError] = {}
+        told = np.full((4, len(self._pairs), 2, len(self._rubric.criteria)), np.nan)
+        for (c, order), answer in zip(self._asked, answers, strict=True):
+            if isinstance(answer, GuerdonError):
+                failed[c] = answer
+            else:
+                told[:, c, order] = answer
+        verdicts, disagreed = combine_orders(told[VALUE], told[SIDE])
+        most = told[[OTHER, ENTROPY]].max((2, 3))
         pairs = np.array(self._pairs, np.int64).reshape(-1, 2)
         results: dict[int, Score | GuerdonError] = {
             i: sample for i, sample in enumerate(self._samples) if isinstance(sample, GuerdonError)
@@ -182,11 +179,11 @@ class PlanOfPairs:
             own = [c for c in group.own if errors.keys().isdisjoint(self._pairs[c])]
             if kept:
                 local = np.searchsorted(kept, pairs[own])
-                scores = self._score(local, verdicts[own], disagreed[own], other[own], len(kept))
+                scores = self._score(local, verdicts[own], disagreed[own], most[:, own], len(kept))
                 results |= zip(kept, scores, strict=True)
         fine = [c for c in range(len(pairs)) if c not in failed]
         made = Comparisons(pairs[fine], verdicts[fine], disagreed[fine])
-        return Judgement([results[i] for i in range(len(self._samples))], reading.other, made)
+        return Judgement([results[i] for i in range(len(self._samples))], made)
 
     def _make_groups(self, ids: np.ndarray | None) -> list[list[int]]:
         """Returns the samples that can be read, by group, each in ascending order."""
@@ -202,13 +199,6 @@ class PlanOfPairs:
         if self._compare.schedule == "reference":
             second = Sample(first.reference, first.prompt)
         return Pair(first, second) if order == 0 else Pair(second, first)
-
-    def _by_order(self, answered: list[tuple[int, int]], values: np.ndarray) -> np.ndarray:
-        """Returns the answers' values `[M,K]` by comparison and order, `[C,2,K]`; NaN if there is no answer."""
-        made = np.full((len(self._pairs), 2, values.shape[-1]), np.nan)
-        if answered:
-            made[tuple(zip(*answered, strict=True))] = values
-        return made
 
     def _find_failures(self, group: _Group, failed: dict[int, GuerdonError]) -> dict[int, GuerdonError]:
         """Returns the errors of the group's samples that get no score."""
@@ -237,15 +227,19 @@ class PlanOfPairs:
         return errors
 
     def _score(
-        self, pairs: np.ndarray, verdicts: np.ndarray, disagreed: np.ndarray, other: np.ndarray, num_members: int
+        self, pairs: np.ndarray, verdicts: np.ndarray, disagreed: np.ndarray, most: np.ndarray, num_members: int
     ) -> list[Score]:
-        """Returns the scores of a group's members, which `pairs` count from 0."""
+        """Returns the scores of a group's members, which `pairs` count from 0.
+
+        `most`, `[2,C]`, is each comparison's largest probability of no label, and its largest entropy.
+        """
         first, second = pairs.T
         counts = np.bincount(pairs.ravel(), minlength=num_members)
-        shares, masses = np.zeros(num_members), np.zeros(num_members)
+        shares, (masses, entropies) = np.zeros(num_members), np.zeros((2, num_members))
         for side in (first, second):
             np.add.at(shares, side, disagreed.mean(-1))
-            np.maximum.at(masses, side, other)
+            np.maximum.at(masses, side, most[0])
+            np.maximum.at(entropies, side, most[1])
         if self._compare.schedule == "reference":
             scores = log_odds(verdicts) if self._compare.scores == "bradley_terry" else verdicts
         elif self._compare.scores == "bradley_terry":
@@ -255,8 +249,11 @@ class PlanOfPairs:
             np.add.at(scores, first, verdicts)
             np.add.at(scores, second, 1 - verdicts)
             scores /= counts[:, None]
-        attributes = np.concatenate([scores, masses[:, None], (shares / counts)[:, None]], -1).astype(np.float32)
-        return list(map(Score, self._rubric.rewards(scores).tolist(), attributes))
+        weights = np.array([one.weight for one in self._rubric.criteria])
+        rewards = (scores * weights).sum(-1) / (np.abs(weights).sum() if self._rubric.reduce == "mean" else 1)
+        columns = [*scores.T[: len(self._rubric.named)], masses, shares / counts, entropies]
+        columns = columns if self._rubric.labels else [*columns[:-3], shares / counts]
+        return list(map(Score, rewards.tolist(), np.stack(columns, -1).astype(np.float32)))
 
 
 def count_pairs(schedule: Schedule, num_members: int) -> int:

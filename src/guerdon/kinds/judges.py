@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
 
-from guerdon.core import Score, ScoreReply, ScoreRequest, Sequence, Truncation
+from guerdon.core import Message, Score, ScoreReply, ScoreRequest, Sequence, Truncation
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.judge_core import (
+    SAMPLE_CRITERIA,
+    Criterion,
     GroupRequest,
     JudgedReply,
     LabelTokens,
@@ -25,10 +28,11 @@ from guerdon.judge_core import (
     Sample,
 )
 from guerdon.kinds.compare import PlanOfPairs
+from guerdon.kinds.criteria import read_criteria
 from guerdon.kinds.kind import Asks, Kind, Numbers, SampleReader, Served, Steps, Subcommand
 from guerdon.kinds.samples import find_fault as find_fault_in_sequence
 from guerdon.kinds.teachers import read_next_tokens, size_answers
-from guerdon.messages import before_response, response, transcript
+from guerdon.messages import before_response, plain, response, transcript
 from guerdon.settings.config import JudgeConfig
 from guerdon.settings.sources import read_server_settings
 from guerdon.teacher_core import NextTokenRequest, TokenLogprobs
@@ -43,18 +47,15 @@ class Rendering(Served, Protocol):
 
     rubric: Rubric
 
-    def render(self, subject: Sample) -> list[str | InvalidRequest]: ...
+    def render(self, subject: Sample | Pair) -> list[str | InvalidRequest]: ...
 
 
-class Judging(Served, Protocol):
+class Judging(Rendering, Protocol):
     """A language model that answers every sample's criteria, each by one of the `labels`."""
 
-    rubric: Rubric
     config: JudgeConfig
     labels: LabelTokens
     text: Any
-
-    def render(self, subject: Sample | Pair) -> list[str | InvalidRequest]: ...
 
     def explain(self, said: TokenLogprobs) -> str: ...
 
@@ -86,14 +87,7 @@ class JudgeKind(Kind):
         judge: Judging = served
         if isinstance(request, NextTokenRequest):
             return await read_next_tokens(reading, judge, judge.text, request, client)
-        num_criteria = len(judge.rubric.criteria)
-        samples: list[Sample | InvalidRequest] = await reading.run_in_parts(
-            client, range(len(request)), functools.partial(read_samples, judge, request)
-        )
-        plan = await reading.run(client, functools.partial(make_plan, judge, request, samples))
-        rows: list[np.ndarray | str | InvalidRequest] = await reading.run_in_parts(
-            client, plan.subjects, functools.partial(render_subjects, judge)
-        )
+        plan, owners, rows = await read_questions(reading, judge, request, client)
         places = [i for i, row in enumerate(rows) if isinstance(row, str)]
         steps = judge.encode_in_steps([str(rows[i]) for i in places])
         for i, ids in zip(places, await reading.tokenize(steps, judge.info.name, client), strict=True):
@@ -102,7 +96,7 @@ class JudgeKind(Kind):
         for i, row in enumerate(rows):
             fault = row if isinstance(row, InvalidRequest) else None
             ids = row if isinstance(row, np.ndarray) else np.empty(0, np.int64)
-            made = make_question(judge, ids, request, plan.owners[i // num_criteria])
+            made = make_question(judge, ids, request, owners[i])
             asked.sequences.append(made)
             asked.errors.append(fault or find_fault_in_sequence(made, judge.info) or find_fault(judge, ids))
         size_answers(asked)
@@ -115,16 +109,36 @@ class JudgeKind(Kind):
         """
         if asked.plan is None:
             return reply
-        judge: Any = asked.served
-        if len(reply.results) <= _INLINE_QUESTIONS:
-            return _reduce(judge, asked.plan, reply, metrics)
-        import asyncio  # here, because `--help` would wait for it
-
-        return await asyncio.to_thread(_reduce, judge, asked.plan, reply, metrics)
+        return await in_a_thread_if_long(len(reply.results), functools.partial(_reduce, asked, reply, metrics))
 
     def tokenizer(self, served: Any) -> Any:
         """Returns the language model's own."""
         return served.text
+
+
+async def read_questions(
+    reading: SampleReader, judge: Rendering, request: ScoreRequest, client: str
+) -> tuple[Plan, list[int], list[Any]]:
+    """Returns the plan of a request, and each of its questions: the sample that it counts for, and its text or error.
+
+    Raises InvalidRequest.
+    """
+    samples: list[Sample | InvalidRequest] = await reading.run_in_parts(
+        client, range(len(request)), functools.partial(read_samples, judge, request)
+    )
+    plan = await reading.run(client, functools.partial(make_plan, judge, request, samples))
+    rows = await reading.run_in_parts(client, plan.subjects, functools.partial(render_subjects, judge))
+    counts = [len(judge.rubric.criteria_of(subject)) for subject in plan.subjects]
+    return plan, [owner for owner, count in zip(plan.owners, counts, strict=True) for _ in range(count)], rows
+
+
+async def in_a_thread_if_long(num_questions: int, work: Callable[[], ScoreReply]) -> ScoreReply:
+    """Returns what `work` makes of so many answers."""
+    if num_questions <= _INLINE_QUESTIONS:
+        return work()
+    import asyncio  # here, because `--help` would wait for it
+
+    return await asyncio.to_thread(work)
 
 
 def read_samples(judge: Rendering, request: ScoreRequest, numbers: Iterable[int]) -> list[Sample | InvalidRequest]:
@@ -138,24 +152,18 @@ def read_samples(judge: Rendering, request: ScoreRequest, numbers: Iterable[int]
     return made
 
 
-def render_samples(judge: Rendering, request: ScoreRequest, numbers: Iterable[int]) -> list[str | InvalidRequest]:
-    """Returns the one question about each sample, or its error."""
-    samples = read_samples(judge, request, numbers)
-    return [sample if isinstance(sample, InvalidRequest) else judge.render(sample)[0] for sample in samples]
-
-
-def make_plan(judge: Judging, request: ScoreRequest, samples: list[Sample | InvalidRequest]) -> Plan:
+def make_plan(judge: Rendering, request: ScoreRequest, samples: list[Sample | InvalidRequest]) -> Plan:
     """Returns the judge's questions about the request's samples; raises InvalidRequest."""
     compare, name = judge.rubric.compare, judge.info.name
     if isinstance(request, GroupRequest) and (compare is None or compare.schedule == "reference"):
         how = "judges each response alone" if compare is None else "compares each response with its reference"
         raise InvalidRequest(f"{name} {how}, not with the others of its group; name a judge whose rubric compares them")
     if compare is None:
-        return PlanOfSingles(judge.rubric, samples)
+        return PlanOfSingles(judge.rubric, samples, name)
     return PlanOfPairs(judge.rubric, samples, request.groups, name)
 
 
-def render_subjects(judge: Judging, subjects: Iterable[Sample | Pair]) -> list[str | InvalidRequest]:
+def render_subjects(judge: Rendering, subjects: Iterable[Sample | Pair]) -> list[str | InvalidRequest]:
     """Returns the question of each criterion about each subject, or its error."""
     return [question for subject in subjects for question in judge.render(subject)]
 
@@ -163,6 +171,15 @@ def render_subjects(judge: Judging, subjects: Iterable[Sample | Pair]) -> list[s
 def _read_sample(judge: Rendering, request: ScoreRequest, i: int) -> Sample:
     name, fields = judge.info.name, judge.rubric.fields
     reference = None if request.references is None else request.references[i]
+    criteria: tuple[Criterion, ...] = ()
+    if judge.rubric.own != "ignore":
+        ascending = sorted(zip(judge.rubric.values, judge.rubric.labels, strict=True))
+        criteria, reference = read_criteria(reference, tuple(label.strip().casefold() for _, label in ascending))
+        if not (criteria or judge.rubric.criteria):
+            raise InvalidRequest(
+                f"the rubric of {name} has no criteria, and this sample's label has none: send them as `labels`, such "
+                'as [{"criterion": "Is it brief?", "weight": 1}]'
+            )
     if not judge.rubric.needs_reference:
         reference = ""
     elif reference is None:
@@ -175,7 +192,8 @@ def _read_sample(judge: Rendering, request: ScoreRequest, i: int) -> Sample:
     if request.messages is not None:
         conversation = request.messages[i]
         answer = response(conversation)
-        return Sample(answer, transcript(before_response(conversation)), reference)
+        before = before_response(conversation)
+        return Sample(answer, transcript(before), reference, criteria, tuple(plain(before)) if before else ())
     assert request.texts is not None
     text, prompt = request.texts[i], None if request.prompts is None else request.prompts[i]
     if prompt is None and "prompt" in fields:
@@ -187,7 +205,8 @@ def _read_sample(judge: Rendering, request: ScoreRequest, i: int) -> Sample:
         raise InvalidRequest(
             f"{name} judges responses, and the text, {_shown(text)}, does not begin with its prompt, {_shown(prompt)}"
         )
-    return Sample(text.removeprefix(prompt or ""), prompt or "", reference)
+    history: tuple[Message, ...] = ({"role": "user", "content": prompt},) if prompt else ()
+    return Sample(text.removeprefix(prompt or ""), prompt or "", reference, criteria, history)
 
 
 def make_question(judge: Judging, row: np.ndarray, request: ScoreRequest, i: int) -> Sequence:
@@ -206,33 +225,42 @@ def find_fault(judge: Judging, row: np.ndarray) -> InvalidRequest | None:
     )
 
 
-def _reduce(served: Judging, plan: Plan, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
-    name, config, criteria = served.info.name, served.config, served.rubric.names
-    questions = range(0, len(reply.results), len(criteria))
-    answers = [_answer(reply.results[i : i + len(criteria)], served.labels) for i in questions]
+def _reduce(asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
+    served: Any = asked.served
+    plan, config = asked.plan, served.config
+    logprobs = [one if isinstance(one, GuerdonError) else served.labels.read(_said(one)) for one in reply.results]
 
-    def explain(number: int, criterion: int) -> str:
-        return served.explain(_said(reply.results[number * len(criteria) + criterion]))
+    def explain(number: int) -> str:
+        return served.explain(_said(reply.results[number]))
 
-    made = plan.judge(answers, config.verdict, config.max_other_mass, explain)
-    lengths = [0] * len(made.results)
-    for owner, i in zip(plan.owners, questions, strict=True):
-        lengths[owner] += sum(reply.lengths[i : i + len(criteria)])
-    for masses in made.other.tolist():
-        for criterion, mass in zip(criteria, masses, strict=True):
-            metrics.observe("guerdon_judge_other_mass", mass, name, criterion)
+    rubric, most = served.rubric, config.max_other_mass
+    answers, masses = rubric.read_answers(plan.subjects, logprobs, config.verdict, most, explain)
+    counts = [len(rubric.criteria_of(subject)) for subject in plan.subjects]
+    names = [*(one.name for one in rubric.named), SAMPLE_CRITERIA]  # names of samples' own are too many
+    labels = (names[min(k, len(names) - 1)] for count in counts for k in range(count))
+    for label, mass in zip(labels, masses.tolist(), strict=True):
+        if not math.isnan(mass):
+            metrics.observe("guerdon_judge_other_mass", mass, served.info.name, label)
+    return make_reply(served, plan, answers, reply, metrics)
+
+
+def make_reply(
+    served: Rendering, plan: Plan, answers: list[np.ndarray | GuerdonError], reply: ScoreReply, metrics: Numbers
+) -> ScoreReply:
+    """Returns the samples' scores from the answers about each subject; counts comparisons."""
+    name, rubric = served.info.name, served.rubric
+    made = plan.judge(answers)
+    lengths, start = [0] * len(made.results), 0
+    for owner, subject in zip(plan.owners, plan.subjects, strict=True):
+        end = start + len(rubric.criteria_of(subject))
+        lengths[owner] += sum(reply.lengths[start:end])
+        start = end
     if made.comparisons is not None:
-        for criterion, disagreed in zip(criteria, made.comparisons.disagreed.T, strict=True):
-            metrics.add("guerdon_judge_comparisons", len(disagreed), name, criterion)
-            metrics.add("guerdon_judge_disagreements", int(disagreed.sum()), name, criterion)
+        for criterion, disagreed in zip(rubric.criteria, made.comparisons.disagreed.T, strict=True):
+            metrics.add("guerdon_judge_comparisons", len(disagreed), name, criterion.name or name)
+            metrics.add("guerdon_judge_disagreements", int(disagreed.sum()), name, criterion.name or name)
     facts = (lengths, reply.weights_version, reply.queue_s, reply.compute_s)
     return JudgedReply(made.results, *facts, comparisons=made.comparisons)
-
-
-def _answer(results: list[Score | GuerdonError], labels: LabelTokens) -> np.ndarray | GuerdonError:
-    """Returns the labels' log-probs for each criterion, `[K,L]`, or the first question's error."""
-    error = next((one for one in results if isinstance(one, GuerdonError)), None)
-    return error or np.stack([labels.read(_said(one)) for one in results])
 
 
 def _said(answer: Score | GuerdonError) -> TokenLogprobs:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
+from guerdon.judge_core import COMPARED_FIELDS, FIELDS
 from guerdon.settings.fields import Contradictions, caught, setting
-from guerdon.settings.rubrics import check_template
+from guerdon.settings.rubrics import QuestionsConfig, check_template, fields_of
 
 RESERVED = ("model", "messages", "stream", "n")
 """Fields of the request that other settings decide, or that would change the form of the answer."""
@@ -71,7 +72,7 @@ class BudgetConfig:
 
 
 @dataclass
-class ChatJudgeConfig:
+class ChatJudgeConfig(QuestionsConfig):
     """One judge in words: a language model of another server, asked over OpenAI's chat completions."""
 
     truncation: ClassVar[Literal["error"]] = "error"  # what is too long, the judge's own server refuses
@@ -82,8 +83,6 @@ class ChatJudgeConfig:
     url: str = setting("", "Base URL of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1.")
     api_key_env: str | None = setting(None, "Environment variable with the API key.")
     api_key_file: str | None = setting(None, "File with the API key.")
-    template: str = setting("", "The user's message, with {response} and optionally {prompt} and {reference}.")
-    system: str = setting("", "The system message.")
     parse: ParseConfig = setting(ParseConfig, "How to parse a number from the answer.")
     parse_retries: int = setting(2, "Retries of a question after an unreadable, cut or refused answer.", least=0)
     samples: int = setting(1, "Answers per question; the reward is their mean.", least=1, most=1000)
@@ -121,7 +120,9 @@ class ChatJudgeConfig:
         if not self.template:
             yield "template is not given", "write the question, with {response} in it"
         else:
-            yield from caught(check_template, self.template, "template", ("prompt", "response", "reference"))
+            known = FIELDS if self.compare is None else COMPARED_FIELDS
+            mistaken = [*caught(check_template, self.template, "template", known)]
+            yield from mistaken or self.contradictions_of_criteria(fields_of(self.template))
         if not self.cache:
             yield "cache is not given", "name a folder; it keeps each answer, so that none is paid for twice"
         if self.api_key_env is not None and self.api_key_file is not None:

@@ -15,10 +15,14 @@ from guerdon.judge_core import (
     COMPARED_FIELDS,
     DISAGREED,
     FIELDS,
+    LABEL_ENTROPY,
     OTHER_MASS,
+    SAMPLE_CRITERIA,
     Comparing,
     Criterion,
     GroupScores,
+    Own,
+    Reduce,
     Rubric,
     Schedule,
     Spellings,
@@ -28,7 +32,7 @@ from guerdon.settings.yaml_files import read_yaml
 
 _SET = ("messages", "add_generation_prompt")
 """Variables of a chat template that guerdon sets."""
-_TAKEN = (OTHER_MASS, DISAGREED, "score")
+_TAKEN = (OTHER_MASS, DISAGREED, LABEL_ENTROPY, SAMPLE_CRITERIA, "score")
 """Reserved names in replies or trainers' logs."""
 
 
@@ -55,14 +59,51 @@ class ComparingConfig:
 
 
 @dataclass
-class RubricConfig:
-    """A rubric as in its file."""
+class QuestionsConfig:
+    """What any judge asks about a sample, by one token or in words."""
 
     template: str = setting("", "The question, with {response} and more in braces.")
     system: str = setting("", "The system message.")
-    labels: dict[str, float] = setting({}, "The answers and their values.")
     criteria: list[CriterionConfig] = setting([], "The criteria.")
+    sample_criteria: Own = setting("ignore", "Criteria in a sample's label: add them to these, or replace these.")
+    reduce: Reduce = setting("sum", "The reward: weighted sum or mean of the criteria's values.")
     compare: ComparingConfig | None = setting(None, "Compare two responses in each question.")
+
+    def asked(self) -> tuple[Criterion, ...]:
+        """Returns the criteria."""
+        return tuple(Criterion(one.name, one.text, one.weight) for one in self.criteria)
+
+    def comparing(self) -> Comparing | None:
+        """Returns how it compares, if it does."""
+        return Comparing(self.compare.schedule, self.compare.scores) if self.compare else None
+
+    def contradictions(self) -> Contradictions:
+        if self.criteria and not any(one.weight for one in self.criteria):
+            yield "the weights of all criteria are 0", "give one criterion another weight"
+        names = [one.name for one in self.criteria]
+        for name in {name: None for i, name in enumerate(names) if name in names[:i]}:
+            yield f"two criteria are named {name}", "give each another name"
+        if self.compare is not None and self.sample_criteria != "ignore":
+            yield "sample_criteria is set, and the judge compares", "leave one of them out"
+
+    def contradictions_of_criteria(self, fields: set[str | None]) -> Contradictions:
+        """Yields what does not go with the template's `fields`."""
+        if "criterion" not in fields and (len(self.criteria) > 1 or self.sample_criteria != "ignore"):
+            there = f"{len(self.criteria)} criteria" if self.sample_criteria == "ignore" else "sample_criteria"
+            problem = f"template has no {{criterion}}, and there are {there}"
+            yield problem, "put it after the response, so that criteria share their prefix"
+        if "criterion" in fields and not self.criteria and self.sample_criteria == "ignore":
+            yield "template has {criterion}, and there are no criteria", "add `criteria:`, or set sample_criteria"
+        for one in self.criteria:
+            if "criterion" in fields and not one.text:
+                yield f"the criterion {one.name} has no text", "add `text:`, for {criterion}"
+
+
+@dataclass
+class RubricConfig(QuestionsConfig):
+    """A rubric as in its file."""
+
+    labels: dict[str, float] = setting({}, "The answers and their values.")
     spellings: Spellings = setting("exact", "any: a label is also what differs from it by case and blanks.")
     chat_template_kwargs: dict[str, Any] = setting({}, "Variables of the chat template.")
 
@@ -70,13 +111,8 @@ class RubricConfig:
         if len(self.labels) < 2:
             advice = "give at least two answers with their values, such as `labels: {yes: 1, no: 0}`"
             yield f"labels has {len(self.labels) or 'no'} labels", advice
-        if not self.criteria:
+        if not self.criteria and self.sample_criteria == "ignore" and "{criterion}" not in self.template:
             yield "criteria is empty", "add `criteria:` with `- {name: ..., text: ...}` lines"
-        elif not any(one.weight for one in self.criteria):
-            yield "the weights of all criteria are 0", "give one criterion another weight"
-        names = [one.name for one in self.criteria]
-        for name in {name: None for i, name in enumerate(names) if name in names[:i]}:
-            yield f"two criteria are named {name}", "give each another name"
         for name in self.chat_template_kwargs:
             if not name.isidentifier() or name in _SET:
                 advice = "leave it out: it is no variable, or guerdon sets it"
@@ -87,15 +123,11 @@ class RubricConfig:
         elif mistaken := [*caught(check_template, self.template, "template", known)]:
             yield from mistaken
         else:
-            yield from self._contradictions_of_fields({name for _, name, _, _ in Formatter().parse(self.template)})
+            fields = fields_of(self.template)
+            yield from self.contradictions_of_criteria(fields)
+            yield from self._contradictions_of_fields(fields)
 
     def _contradictions_of_fields(self, fields: set[str | None]) -> Contradictions:
-        if "criterion" not in fields and len(self.criteria) > 1:
-            problem = f"template has no {{criterion}}, and there are {len(self.criteria)} criteria"
-            yield problem, "put it after the response, so that criteria share their prefix"
-        for one in self.criteria:
-            if "criterion" in fields and not one.text:
-                yield f"the criterion {one.name} has no text", "add `text:`, for {criterion}"
         if self.compare is None or not self.labels:
             return
         for label, value in self.labels.items():
@@ -122,13 +154,20 @@ def read_rubric(path: str) -> Rubric:
         config.template,
         tuple(config.labels),
         tuple(config.labels.values()),
-        tuple(Criterion(one.name, one.text, one.weight) for one in config.criteria),
+        config.asked(),
         config.system,
         path,
-        Comparing(config.compare.schedule, config.compare.scores) if config.compare else None,
+        config.comparing(),
         config.spellings,
         config.chat_template_kwargs,
+        config.sample_criteria,
+        config.reduce,
     )
+
+
+def fields_of(template: str) -> set[str | None]:
+    """Returns the template's fields."""
+    return {name for _, name, _, _ in Formatter().parse(template)}
 
 
 def _read_variables(path: str) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import orjson
 
+from guerdon.core import Message
 from guerdon.wire.bodies import cut
 
 _SHOWN = 300
@@ -74,11 +75,18 @@ class _Completion(msgspec.Struct):
 _COMPLETION = msgspec.json.Decoder(_Completion)
 
 
-def write_request(model: str, question: str, system: str = "", more: Mapping[str, Any] | None = None) -> bytes:
-    """Returns the body that asks the question; equal arguments give equal bytes, whatever the order of `more`."""
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": question})
-    return orjson.dumps({**(more or {}), "model": model, "messages": messages}, option=orjson.OPT_SORT_KEYS)
+def write_messages(messages: Iterable[Message]) -> str:
+    """Returns the messages as JSON; raises ValueError for a text that is not valid Unicode."""
+    try:
+        return orjson.dumps([*messages], option=orjson.OPT_SORT_KEYS).decode()
+    except TypeError as e:
+        raise ValueError("its text is not valid Unicode: it has a lone surrogate") from e
+
+
+def write_request(model: str, messages: str, more: Mapping[str, Any] | None = None) -> bytes:
+    """Returns the body that sends the messages; equal arguments give equal bytes, whatever the order of `more`."""
+    body = {**(more or {}), "model": model, "messages": orjson.Fragment(messages)}
+    return orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
 
 
 def read_answer(body: bytes) -> ChatAnswer:

@@ -67,7 +67,7 @@ class Field:
         """Returns the tensor as that model or operation has it."""
         axes, sizes = self.axes.split(), {"1": 1}
         if isinstance(info, ModelInfo):
-            num_attributes = len(info.attribute_names) or -1
+            num_attributes = (0 if info.adds_attributes else len(info.attribute_names)) or -1
             sizes |= {"A": num_attributes, "R": 1 if info.merges_attributes else num_attributes, "H": info.hidden_size}
             axes = axes[1:]
         return self.name, self.datatype_of(info), tuple(sizes.get(axis, -1) for axis in axes)

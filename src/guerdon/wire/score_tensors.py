@@ -111,7 +111,7 @@ def to_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) -> Infer
         wanted = [schema.MODEL_OUTPUTS[name] for name in requested]
     outputs = [made for field in wanted if (made := _output(field, reply, request, info)) is not None]
     parameters = {"weights_version": reply.weights_version}
-    columns = info.attribute_names
+    columns = next((one.names for one in reply.results if isinstance(one, Score)), ()) or info.attribute_names
     is_clear = len({*columns}) == len(columns) > 0 and "," not in "".join(columns)
     if is_clear and any(tensor.name == schema.ATTRIBUTES.name for tensor in outputs):
         parameters["attribute_names"] = ",".join(columns)

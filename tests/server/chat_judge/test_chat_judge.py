@@ -36,7 +36,7 @@ PLAIN: dict[str, Any] = {"url": "http://127.0.0.1:1/v1", "model": "m", "template
         ({"url": "http://me:secret@host/v1"}, "has a user's name or password"),
         ({"template": ""}, "template is not given"),
         ({"template": "{prompt}"}, r"template has no \{response\}"),
-        ({"template": "{response} {criterion}"}, r"unknown field \{criterion\}"),
+        ({"template": "{response} {criterion}"}, r"template has \{criterion\}, and there are no criteria"),
         ({"template": "{response"}, "template has (the unknown field|a stray brace)"),
         ({"cache": ""}, "cache is not given"),
         ({"api_key_env": "A", "api_key_file": "b"}, "api_key_env and api_key_file are both given"),
@@ -200,7 +200,7 @@ def test_retry_after_is_seconds_or_a_date_by_the_servers_own_clock() -> None:
 def test_errors_are_shown_wherever_servers_put_them() -> None:
     for body in (b'{"error": {"message": "bad"}}', b'{"message": "bad"}', b'{"detail": "bad"}', b'"bad"', b"bad"):
         assert read_error(body) == "bad"
-    assert write_request("m", "q", "", {"b": 1, "a": 2}) == write_request("m", "q", "", {"a": 2, "b": 1})
+    assert write_request("m", "[]", {"b": 1, "a": 2}) == write_request("m", "[]", {"a": 2, "b": 1})
 
 
 # -------------------------------------------------------------------------------------------------- on the disk

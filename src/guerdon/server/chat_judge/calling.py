@@ -176,8 +176,11 @@ class Asker:
         await self._caller.close()
 
     async def score(self, question: str) -> Score:
-        """Returns the mean of the answers' values; raises SampleFailed if one has none, StorageFailed."""
-        body = write_request(self.config.model, question, self.config.system, self._more)
+        """Returns the mean of the values of the answers to a question, messages as JSON.
+
+        Raises SampleFailed if one has none, StorageFailed.
+        """
+        body = write_request(self.config.model, question, self._more)
         try:
             async with asyncio.TaskGroup() as group:
                 values = [group.create_task(self._value(body, k)) for k in range(self.config.samples)]

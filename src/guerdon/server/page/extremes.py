@@ -149,7 +149,8 @@ def _kept(time: float, request: ScoreRequest, reply: ScoreReply, info: ModelInfo
     assert isinstance(score, Score)
     made = KeptSample(time, score.reward, length, reply.weights_version)
     if score.attributes is not None:
-        made.attributes = dict(zip(info.names_of(len(score.attributes)), map(float, score.attributes), strict=True))
+        names = score.names or info.names_of(len(score.attributes))
+        made.attributes = dict(zip(names, map(float, score.attributes), strict=True))
     if request.tokens is not None:
         tokens = request.tokens[i]
         made.tokens, made.vocabulary = tokens[-_MOST_TOKENS:].astype(np.int32), info.vocabulary

@@ -110,7 +110,8 @@ class PageRecorder:
         parts = [(r.attributes, r.reward) for r in scores if r.attributes is not None]
         if "attributes" in info.outputs and parts:
             names = info.names_of(len(parts[0][0]))
-            self.components.note(info.name, now, names, [row for row, _ in parts], [reward for _, reward in parts])
+            shown = [row[: len(names)] for row, _ in parts]  # names of a sample's own are too many to follow
+            self.components.note(info.name, now, names, shown, [reward for _, reward in parts])
         self.rewards.note(info.name, now, rewards, lengths)
         self.rewards.served(info.name, now, reply.weights_version)
         if self._loop is not None and self.rewards.num_pending > _AT_ONCE and not self._is_folding:

@@ -44,7 +44,8 @@ def attributes_of(score: Score, info: ModelInfo) -> dict[str, np.float32]:
     """Returns a checkpoint's attributes, or the components of a sum or judge, by name; empty if there are none."""
     if score.attributes is None:
         return {}
-    return dict(zip(info.names_of(len(score.attributes)), map(number, score.attributes), strict=True))
+    names = score.names or info.names_of(len(score.attributes))
+    return dict(zip(names, map(number, score.attributes), strict=True))
 
 
 def components_of(score: Score, info: ModelInfo) -> dict[str, Any]:
