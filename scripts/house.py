@@ -19,12 +19,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 57_869,
-    "files of src": 316,
-    "lines of tests": 77_582,
-    "modules with one importer": 69,
-    "private functions that one place calls": 559,
-    "imports, % of the lines": 6.9,
+    "lines of src": 58_172,
+    "files of src": 317,
+    "lines of tests": 77_868,
+    "modules with one importer": 70,
+    "private functions that one place calls": 563,
+    "imports, % of the lines": 7.0,
     "public classes with two homes": 0,
     "places outside of kinds/ that ask for the kind": 10,
 }
