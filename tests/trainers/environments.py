@@ -2,6 +2,8 @@
 
     python tests/trainers/environments.py [NAME ...]      makes .venvs/NAME, or all of them where none is named
     python tests/trainers/environments.py --missing       makes those that are not there
+    python tests/trainers/environments.py --list          names them
+    python tests/trainers/environments.py --newest NAME   makes it with the trainer's newest release or commit
 
 Each borrows what this interpreter's environment has (torch, transformers) and adds the trainer without its
 dependencies, of which those follow that its way to a reward needs: a whole installation would bring CUDA.
@@ -12,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +39,8 @@ class Environment:
 
 
 ENVIRONMENTS = {
+    # The oldest that pyproject.toml admits, for the tests that compare with it; it runs no trainer.
+    "transformers": Environment(["transformers==5.2.0", "tokenizers==0.22.2"]),
     "openrlhf": Environment(
         ["openrlhf==0.11.2", "loralib", "optree", "torchdata", "torchmetrics", "lightning-utilities", "pylatexenc",
          "deepspeed==0.18.2"],
@@ -131,8 +135,13 @@ ENVIRONMENTS = {
 }  # fmt: skip
 
 
+USED: set[str] = set()
+"""The trainers that were asked for, for a test's report."""
+
+
 def python_of(name: str) -> Path:
     """The interpreter of a trainer's environment, whether it is there or not."""
+    USED.add(name)
     return HOME / name / "bin/python"
 
 
@@ -151,9 +160,23 @@ def stamp_of(name: str) -> Path:
     return HOME / name / ".made"
 
 
-def make(name: str) -> None:
+def version_of(name: str) -> str:
+    """The release that an environment has, or the commit of its checkout."""
+    if source_of(name).exists():
+        log = ["git", "-C", source_of(name), "log", "-1", "--format=%h, %cs"]
+        return subprocess.check_output(log, text=True).strip()
+    wanted = (ENVIRONMENTS[name].alone or ENVIRONMENTS[name].packages or [name])[0].partition("==")[0]
+    asked = f"from importlib.metadata import version; print(version('{wanted}'))"
+    return subprocess.check_output([python_of(name), "-c", asked], text=True).strip()
+
+
+def make(name: str, is_newest: bool = False) -> None:
     """Makes the environment of that name."""
     wanted, python = ENVIRONMENTS[name], python_of(name)
+    if is_newest:
+        alone = [package.partition("==")[0] for package in wanted.alone[:1]] + wanted.alone[1:]
+        packages = [package.partition("==")[0] for package in wanted.packages]
+        wanted = replace(wanted, alone=alone, packages=packages, commit="HEAD")
     pip, constraints = [python, "-m", "pip", "install", "-q"], ["-c", ROOT / "constraints.txt"]
     if wanted.interpreter:
         subprocess.run([wanted.interpreter, "-m", "venv", HOME / name], check=True)
@@ -185,6 +208,10 @@ _WHERE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 if __name__ == "__main__":
     missing = [name for name in ENVIRONMENTS if not stamp_of(name).exists()]
-    for chosen in missing if sys.argv[1:] == ["--missing"] else sys.argv[1:] or list(ENVIRONMENTS):
+    if "--list" in sys.argv:
+        print(*ENVIRONMENTS)
+        sys.exit()
+    names = [name for name in sys.argv[1:] if not name.startswith("--")]
+    for chosen in names or (missing if "--missing" in sys.argv else list(ENVIRONMENTS)):
         print(f"{chosen}: {HOME / chosen}", flush=True)
-        make(chosen)
+        make(chosen, "--newest" in sys.argv)
