@@ -104,9 +104,11 @@ def main() -> int:
     for page in args.merge:
         rows |= {key: line for key, line in rows_of(page.read_text()).items() if date(line) >= date(rows.get(key, ""))}
     if not args.keyword and not args.merge:
-        rows |= ran_suite("trl", version("trl"), TRL) | ran_suite("transformers", version("transformers"), EXACT)
+        if environments.stamp_of("trl").exists():
+            rows |= ran_suite("trl", version("trl"), TRL)
         if environments.stamp_of("transformers").exists():
             python, oldest = environments.python_of("transformers"), environments.version_of("transformers")
+            rows |= ran_suite("transformers", version("transformers"), EXACT)
             rows |= ran_suite("transformers", oldest, EXACT, str(python))
     before, _, _ = PAGE.read_text().partition(HEAD)
     every = rows_of(PAGE.read_text()) | rows

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     )
     from guerdon.local import LocalJudge, LocalRewardModel, LocalTeacher
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AsyncCriticClient",

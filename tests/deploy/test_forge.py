@@ -47,8 +47,8 @@ def steps() -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, step
 
 
-def test_there_are_workflows_for_tests_docs_image_and_wheels() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["docs", "image", "tests", "wheels"]
+def test_there_are_workflows_for_tests_docs_image_trainers_and_wheels() -> None:
+    assert [path.stem for path in WORKFLOWS] == ["docs", "image", "tests", "trainers", "wheels"]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -58,11 +58,13 @@ def test_a_workflow_may_only_read_and_ends_an_older_run(path: Path) -> None:
     assert "github.ref" in workflow["concurrency"]["group"]
 
 
-def test_only_two_jobs_may_write() -> None:
+def test_only_jobs_that_publish_or_propose_may_write() -> None:
     writing = {name: job["permissions"] for name, job in jobs() if "write" in str(job.get("permissions"))}
     assert writing == {
         "docs.publish": {"pages": "write", "id-token": "write"},
         "image.build": {"contents": "read", "packages": "write"},
+        "trainers.propose": {"contents": "write", "pull-requests": "write"},
+        "wheels.publish": {"id-token": "write"},
     }
 
 
@@ -71,7 +73,7 @@ def test_jobs_end_and_actions_have_versions() -> None:
     actions = [step["uses"] for _, step in steps() if "uses" in step]
     assert actions and all(re.fullmatch(r"actions/[\w-]+@v\d+|[\w-]+/[\w/-]+@[0-9a-f]{40}", name) for name in actions)
     checkouts = [step for _, step in steps() if "/checkout@" in step.get("uses", "")]
-    assert len(checkouts) == len([*jobs()]) - 1  # publishing needs no sources
+    assert len(checkouts) == len([*jobs()]) - 2  # publishing needs no sources
     assert all(step["with"] == {"persist-credentials": False} for step in checkouts)
 
 
@@ -161,7 +163,7 @@ def test_the_context_has_what_the_image_copies_and_nothing_else() -> None:
 
 def test_a_tag_pushes_the_release_that_pyproject_names() -> None:
     push = next(step["run"] for name, step in steps() if name == "image.build" and step.get("name") == "Push")
-    assert "${TAG#v}" in push  # v0.2.0 is pushed as 0.2.0, which the manifests name
+    assert "${TAG#v}" in push  # v0.3.0 is pushed as 0.3.0, which the manifests name
     assert read("kubernetes/base/kustomization.yaml")["images"][0]["newTag"] == PROJECT["version"]
 
 

@@ -4,6 +4,8 @@ import datetime
 import sys
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import compatibility  # noqa: E402
@@ -17,6 +19,11 @@ def test_each_row_names_an_environment_and_a_day() -> None:
     for (name, _), line in rows.items():
         assert name in environments.ENVIRONMENTS
         datetime.date.fromisoformat(compatibility.date(line))
+
+
+def test_the_workflow_runs_every_environment() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/trainers.yml").read_text())["jobs"]
+    assert jobs["run"]["strategy"]["matrix"]["name"] == list(environments.ENVIRONMENTS)
 
 
 def test_a_row_that_ran_again_takes_the_place_of_the_older() -> None:
