@@ -21,7 +21,7 @@ SRC = ROOT / "src/guerdon"
 MOST = {
     "lines of src": 58_172,
     "files of src": 317,
-    "lines of tests": 77_868,
+    "lines of tests": 77_959,
     "modules with one importer": 70,
     "private functions that one place calls": 563,
     "imports, % of the lines": 7.0,
