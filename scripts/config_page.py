@@ -12,6 +12,7 @@ from generated import ROOT
 from guerdon.settings.actors import DistillRunConfig, PPORunConfig, ReinforceRunConfig
 from guerdon.settings.chat_judges import BudgetConfig, ChatJudgeConfig, ParseConfig
 from guerdon.settings.config import (
+    AdapterConfig,
     ComponentConfig,
     CriticConfig,
     JudgeConfig,
@@ -80,6 +81,13 @@ TURNS = """
 ## `turns`
 
 In the file only: [messages that follow every conversation](../card_scores.md#conversations).
+"""
+
+ADAPTERS = """
+## `adapters`
+
+In the file only: [several adapters over this model](../checkpoints.md#several-adapters-over-one-base-model), each
+served by its own name.
 """
 
 TEACHERS = """\
@@ -279,10 +287,11 @@ def pages() -> dict[str, str]:
         shared = None if cls is ModelConfig else ModelConfig
         texts[name] = [
             head.rstrip(),
-            *in_the_file_only(cls, "kind", "model", "reward", "turns"),
+            *in_the_file_only(cls, "kind", "model", "reward", "turns", "adapters"),
             *by_group(cls, shared),
         ]
     texts["models.md"] += [REWARD, *in_the_file_only(TokenRewardConfig), TURNS, *in_the_file_only(TurnConfig)]
+    texts["models.md"] += [ADAPTERS, *in_the_file_only(AdapterConfig)]
     made = {}
     for name, lines in texts.items():
         title, _, rest = "\n".join(lines).partition("\n\n")

@@ -238,7 +238,9 @@ def _load(config: ServerConfig, parts: Parts, ranks: Ranks) -> _Models:
     served: list[tuple[ServedModelConfig, Any]] = []
     for model in config.models:
         with ranks.raise_on_all_ranks():
-            served.append((model, parts.scorer(model, ranks)))
+            scorer = parts.scorer(model, ranks)
+        own: Any = model
+        served += zip(own.adapted(), scorer.members, strict=True) if hasattr(scorer, "members") else [(model, scorer)]
     if config.critic is None:
         return _Models(served)
     with ranks.raise_on_all_ranks():

@@ -62,7 +62,8 @@ class Sequence:
     `prompt` and `label` come from the sender, for a user's function. If `is_response`, the text is a response without
     its prompt. `width` is the length of the padded row that the tokens were sent in. `ask` is what the model's kind
     asks besides; the queue reads its `answer_bytes` and `array_bytes`, which count in a batch and in an answer. In
-    a pair the tokens from `second_start` on have token type 1; None if all have type 0.
+    a pair the tokens from `second_start` on have token type 1; None if all have type 0. `adapter` numbers the model
+    among those that share a base and its batches.
     """
 
     tokens: np.ndarray
@@ -77,6 +78,7 @@ class Sequence:
     width: int | None = None
     ask: Any = None
     second_start: int | None = None
+    adapter: int = 0
 
     def step_ends(self, separator_ids: tuple[int, ...]) -> np.ndarray:
         """Returns `steps`, else the last token of each separator after the prompt: int64 `[K]`."""
@@ -228,13 +230,15 @@ class ModelInfo:
     most the `max_top_k` likeliest ids, and hidden states of `hidden_size` numbers. `path` tells how it runs, such
     as `packed+shared`, and `why` the reason. `source` is the folder, hub id or function that it was loaded from.
     `pooling` names the token that the reward is read from. `step_rule` tells where steps end, and how their rewards
-    make the reward; `step_separator_ids` end a step if the request names none. A gate reads where `gate_ids` stand
+    make the reward; `step_separator_ids` end a step if the request names none, and texts are tokenised step by step
+    if it `splits_at` a separator. A gate reads where `gate_ids` stand
     last, which no sample may lack. `vocabulary` is a digest of the tokenizer's tokens and their ids, `tokenizer` tells
     what ids mean to it (see `vocabulary.identity`), `ending` how its chat template writes an answer (see
     `endings.Ending`). All of these texts are empty if there is no such thing. An encoder `reads_pairs`, with special
     tokens where its tokenizer's template for pairs has them. `proofs` are the start's lines. Functions, sums and models
     of other servers are not `is_checkpoint`. If it `has_components`, the attributes are what the reward is made of, as
     a sum's and a judge's. With `adds_attributes` a sample may have more than `attribute_names`, with names of its own.
+    Adapters that share the memory of a model have it as `shared_base`.
     """
 
     name: str
@@ -260,6 +264,7 @@ class ModelInfo:
     pooling: str = ""
     step_rule: str = ""
     step_separator_ids: tuple[int, ...] = ()
+    splits_at: str = ""
     gate_ids: tuple[int, ...] = ()
     vocabulary: str = ""
     tokenizer: str = ""
@@ -271,6 +276,7 @@ class ModelInfo:
     is_checkpoint: bool = True
     has_components: bool = False
     adds_attributes: bool = False
+    shared_base: str = ""
 
     def names_of(self, num_attributes: int) -> tuple[str, ...]:
         """Returns the attributes' names: LABEL_0, LABEL_1, ... if the model names none, as a user's function."""

@@ -17,7 +17,7 @@ from guerdon.client.calls import Call, ModelSignature, accept, make_request, pre
 from guerdon.client.reward_client import ScoreArgs
 from guerdon.client.teacher_calls import GivenIds, TeacherArgs
 from guerdon.core import ModelInfo
-from guerdon.errors import Cancelled, GuerdonError
+from guerdon.errors import Cancelled, ConfigError, GuerdonError
 from guerdon.server.service import Service
 from guerdon.settings.config import (
     JudgeConfig,
@@ -43,6 +43,10 @@ class _LocalModel:
 
     def __init__(self, config: ServedModelConfig) -> None:
         check_settings(config)
+        if getattr(config, "adapters", None):
+            raise ConfigError(
+                "adapters is set, and a local model is one", "give an adapter as the model, or serve them"
+            )
         limits = {"request_timeout_s": _FOREVER_S, "max_request_sequences": sys.maxsize}
         self._service = build_service(ServerConfig(models=[config], **limits))  # type: ignore[arg-type]
         self._model, self._name = config.model, config.name

@@ -8,12 +8,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+import judged
 import zoo
-from guerdon.assembly import build_scorer, build_trainer
+from guerdon import LocalJudge, RewardClient
+from guerdon.assembly import build_scorer, build_service, build_trainer
 from guerdon.core import Score, Sequence
 from guerdon.engine import continuing
 from guerdon.engine.engine import Engine
-from guerdon.settings.config import CriticConfig, ModelConfig, TeacherConfig
+from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig, TeacherConfig, TokenRewardConfig
+from served import Serve
+from teaching import plain
 
 QUICK = ("qwen3_next", "nemotron_h", "falcon_h1", "lfm2")  # one of each kind of layer with a state
 
@@ -152,3 +156,53 @@ def test_a_copy_shares_no_tensor_and_keeps_what_was_one_object() -> None:
     assert copy.own[1]["a"] is copy.own[0]["a"] and copy.own[1]["a"].shape == (3, 2) and copy.own[2] == 2
     assert type(copy) is DynamicCache and copy.own[0]["n"] == 3 and inner["a"].sum() == 2
     assert continuing.num_bytes(cache) == 12 and continuing.copied(None, 2) is None
+
+
+@pytest.mark.parametrize("name", zoo.trained(["lfm2", "qwen3_next"]))
+def test_step_rewards_and_judges_on_this_path(name: str, tmp_path: Path) -> None:
+    folder, mark = zoo.tokenizer(zoo.language_model(name, tmp_path / "lm")), 77
+    settings = {"reward": TokenRewardConfig(ids=[9, 30], form="probability"), "step_separator": "I"}
+    engine: Any = build_scorer(ModelConfig(model=str(folder), step_reduction="product", **settings))
+    assert engine.path == "shared" and engine.info.step_separator_ids != ()
+    rows = [np.where(row == mark, mark + 1, row) for row in make_rows()]
+    for row in rows:
+        row[:: max(2, len(row) // 3)] = engine.info.step_separator_ids[0]
+    found = engine.score([Sequence(row) for row in rows])
+    for row, one, logits in zip(rows, found, plain(folder, rows), strict=True):
+        want = logits[:, [9, 30]].softmax(-1)[row == engine.info.step_separator_ids[0], 0].numpy()
+        np.testing.assert_allclose(one.steps, want, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(one.reward, np.prod(want.astype(np.float64)), rtol=1e-4, atol=1e-5)
+    wanted = judged.wanted(folder)
+    rubric = judged.write(tmp_path)
+    with LocalJudge(str(folder), rubric, max_other_mass=1.0) as judge:
+        scores = judge.score(prompts=judged.PROMPTS, texts=judged.TEXTS)
+        assert "shared" in str(judge._info().path)
+    np.testing.assert_allclose(scores.rewards, wanted["rewards"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(scores.attributes, wanted["values"], rtol=1e-5, atol=1e-5)
+
+
+def test_a_prompt_longer_than_memory_fails_alone(tmp_path: Path, serve: Serve) -> None:
+    folder = zoo.checkpoint("lfm2", tmp_path)
+    made: list[Any] = []
+
+    def load(config: ServerConfig) -> Any:
+        service = build_service(config)
+        made.append(service.catalog.entries["reward_model"].served)
+        made[0].trunk.register_forward_pre_hook(short_of_memory, with_kwargs=True)
+        return service
+
+    def short_of_memory(_: Any, __: Any, named: dict[str, torch.Tensor]) -> None:
+        if named["input_ids"].shape[-1] > 100:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    server = serve(ModelConfig(model=str(folder)), build=load)
+    assert made[0].path == "shared"
+    short, random = zoo.rows(0, groups=((60, 3), (20, 2))), np.random.default_rng(5)
+    prompt = random.integers(zoo.FIRST_TOKEN, zoo.VOCAB_SIZE, 150)
+    long = [np.append(prompt, random.integers(zoo.FIRST_TOKEN, zoo.VOCAB_SIZE, n)) for n in (5, 9)]
+    with RewardClient(server.http_url) as client:
+        scores = client.score(tokens=[*short, *long])
+    assert_close(np.array(scores.rewards[: len(short)]), zoo.reference(folder, short))
+    for error in scores.errors[len(short) :]:
+        assert "failed on this sample for lack of memory" in str(error) and "9 GiB" in str(error)
+    assert not any(scores.errors[: len(short)]) and made[0].path == "shared"

@@ -14,9 +14,10 @@ import zoo
 from guerdon import LocalRewardModel
 from guerdon.core import Sequence
 from guerdon.engine.checkpoint.reward_models import load_reward_model
+from guerdon.engine.checkpoint.stored import open_checkpoint
 from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, ConfigError
-from guerdon.settings.config import ModelConfig, TokenRewardConfig
+from guerdon.settings.config import ModelConfig, TokenRewardConfig, TurnConfig
 from teaching import plain
 
 ASKED = [{"role": "user", "content": "What is 1+1?"}]
@@ -201,3 +202,24 @@ def test_an_empty_system_message(tmp_path: Path) -> None:
     with LocalRewardModel(str(folder), system="") as served:
         got = served.score(messages=[CONVERSATIONS[0], [*system, *CONVERSATIONS[1]]]).rewards
     np.testing.assert_allclose(got, zoo.reference(folder, want), **NEAR)
+
+
+def test_the_version_tells_apart_what_scores_mean(folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text(HEADER)
+
+    def version(**settings: Any) -> str:
+        config = ModelConfig(model=str(folder), **{"reward": TokenRewardConfig(ids=[9]), **settings})
+        return load_reward_model(config).info.weights_version
+
+    found = [version(), version(reward=TokenRewardConfig(ids=[8])), version(system=""), version(system="Be brief.")]
+    found += [version(turns=[TurnConfig(content="Good?")]), version(mean=0.5), version(pooling="first")]
+    found.append(version(chat_template=str(template)))
+    template.write_text(HEADER + " ")
+    found.append(version(chat_template=str(template)))
+    assert len({*found, open_checkpoint(str(folder)).version}) == len(found) + 1
+    assert version(max_length=64, name="other", max_batch_tokens=100) == found[0]
+    plain_model = zoo.checkpoint("llama", tmp_path / "rm")
+    assert load_reward_model(ModelConfig(model=str(plain_model))).info.weights_version == (
+        open_checkpoint(str(plain_model)).version
+    )

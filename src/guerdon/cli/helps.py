@@ -263,11 +263,13 @@ examples:
 """
 
 CONVERT_EXAMPLES = """\
-Convert a GGUF file, llama.cpp's format, to a folder that can be served.
+Convert a GGUF file, llama.cpp's format, an adapter, or InternLM2 to a folder that can be served.
 
 examples:
   # a language model: a policy, a teacher, or the trunk of a reward model
   guerdon convert model.Q4_1.gguf ./model
+  # InternLM2-reward and POLAR, whose code is never run, as Llama
+  guerdon convert internlm/internlm2-7b-reward ./internlm2-reward
   guerdon reinforce run.yaml --policy.model ./model
 """
 

@@ -314,13 +314,13 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 def _add_convert(commands: Any) -> None:
     parser = _add_command(
-        commands, "convert", "Convert a GGUF file, or merge an adapter, to a folder that can be served.", run_convert
+        commands, "convert", "Convert a GGUF file, an adapter or InternLM2 to a folder that can be served.", run_convert
     )
-    parser.usage = "guerdon convert FILE.gguf|ADAPTER FOLDER [--base MODEL] [--dtype DTYPE]"
+    parser.usage = "guerdon convert FILE.gguf|ADAPTER|MODEL FOLDER [--base MODEL] [--dtype DTYPE]"
     parser.add_argument(
         "FILE",
-        metavar="FILE.gguf|ADAPTER",
-        help="GGUF file of a causal language model, or an adapter's folder or hub id.",
+        metavar="FILE.gguf|ADAPTER|MODEL",
+        help="GGUF file of a causal language model, or an adapter's or InternLM2's folder or hub id.",
     )
     parser.add_argument("FOLDER", help="Folder to write: weights, config, tokenizer. It must be new or empty.")
     parser.add_argument("--base", help="Base model of an adapter; by default the one that adapter_config.json names.")
@@ -331,7 +331,7 @@ def _add_convert(commands: Any) -> None:
 
 
 def run_convert(args: argparse.Namespace) -> None:
-    """Converts a GGUF file, or merges an adapter, to a folder that transformers and guerdon load."""
+    """Converts a GGUF file, an adapter or InternLM2 to a folder that transformers and guerdon load."""
     console.check_single_process("convert")
     require_modules(*SERVER_MODULES, extra="server")
     console.say(f"reading {args.FILE}")
@@ -341,7 +341,8 @@ def run_convert(args: argparse.Namespace) -> None:
 
     if Path(args.FILE).is_dir() or not (args.FILE.endswith(".gguf") or Path(args.FILE).is_file()):
         checkpoint = open_checkpoint(args.FILE, base=args.base)
-        console.say(f"merging {checkpoint.origin.adapter or 'nothing'} -> {args.dtype}")
+        what = checkpoint.origin.adapter
+        console.say(f"{'merging ' + what if what else 'converting ' + str(checkpoint.folder)} -> {args.dtype}")
         convert_adapter(checkpoint, Path(args.FOLDER), args.dtype)
         console.say(f"wrote {args.FOLDER}")
         return

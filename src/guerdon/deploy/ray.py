@@ -162,9 +162,14 @@ def _settings(config: ServerConfig | dict[str, Any] | str | Path) -> ServerConfi
 
 def _with_absolute_paths(config: ServerConfig) -> ServerConfig:
     """Returns the settings for replicas, whose working directory is that in which Ray was started."""
-    models = [
-        dataclasses.replace(m, model=os.path.abspath(m.model)) if os.path.exists(m.model) else m for m in config.models
-    ]
+
+    def absolute(model: Any) -> Any:
+        more = {"adapters": [absolute(x) for x in model.adapters]} if getattr(model, "adapters", None) else {}
+        return dataclasses.replace(
+            model, **more, model=os.path.abspath(model.model) if os.path.exists(model.model) else model.model
+        )
+
+    models = [absolute(model) for model in config.models]
     keys = config.api_keys_file and os.path.abspath(config.api_keys_file)
     return dataclasses.replace(config, models=models, api_keys_file=keys)
 

@@ -118,7 +118,9 @@ class Worker:
                     results = list(score(own)) if own or self._ranks.in_step else []
                 if len(results) != len(own):
                     raise ServerFault(f"{name} gave {len(results)} results for {len(own)} samples")
-                return Scored(results if self._ranks.tensor_rank == 0 else [], scorer.info.weights_version)
+                # A batch of several adapters over one base has no single version; they are never replaced.
+                version = "" if scorer.info.shared_base else scorer.info.weights_version
+                return Scored(results if self._ranks.tensor_rank == 0 else [], version)
             case Signal.LOAD if name not in self._trainers:
                 assert self._load is not None
                 self._beside[name] = made = self._load(name, command.folder)

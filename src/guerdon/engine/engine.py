@@ -13,7 +13,7 @@ import torch
 from guerdon.core import Score, Sequence
 from guerdon.engine.checkpoint.reward_models import LoadedModel
 from guerdon.engine.forward import Forward, HiddenStates
-from guerdon.engine.heads import to_scores
+from guerdon.engine.heads import Outputs
 from guerdon.engine.layers import free_weights
 from guerdon.engine.microbatches import MicroBatch, deduplicate, typed
 from guerdon.engine.self_check import check_finite, choose_path
@@ -36,14 +36,14 @@ class Engine(Forward):
         super().__init__(loaded)
         self._has_types = not self.causal and getattr(self.trunk.config, "type_vocab_size", 0) > 1
         choose_path(self, loaded, reads_last=not loaded.trains)
-        check_finite(self, self.score, every=False)
+        self.check_scores(every=False)
 
-    def check_scores(self) -> None:
-        """Collective; raises CheckpointError unless every probe has a finite score.
+    def check_scores(self, *, every: bool = True) -> None:
+        """Collective; raises CheckpointError unless every probe, or at least one, has a finite score.
 
         A model may be served if some of them fail. One that replaces another while it serves must do better.
         """
-        check_finite(self, self.score, every=True)
+        check_finite(self, self.score, every=every)
 
     def score(self, sequences: list[Sequence], *, path: str | None = None) -> list[Score | SampleFailed]:
         """Returns one result for each sequence, in order; equal tokens are computed once.
@@ -51,28 +51,12 @@ class Engine(Forward):
         Collective if `ranks.in_step`. `path` replaces the chosen path; its attention must be in use.
         """
         rows, limits, starts, slots = deduplicate(sequences)
-        outputs: list[torch.Tensor] = []
-        own = [np.empty(0, dtype=np.int64)] * len(rows)  # each row's indices into all outputs: one, or one a token
-        num_outputs = 0
-        ends: dict[int, np.ndarray] = {}
-        if self.head.steps is not None:
-            for s, slot in zip(sequences, slots, strict=True):
-                ends[slot] = np.union1d(ends.get(slot, len(s.tokens) - 1), s.step_ends(self.head.steps.separator_ids))
+        outputs = Outputs(self, sequences, rows, slots)
         with self.no_gradients():
             batches = self.plan(rows, limits, path=path)
             for states in self.run(typed(batches, starts) if self._has_types else batches):
-                if not states.rows:
-                    continue
-                hidden, places = self.read_states(states, rows, ends)
-                for row, place in zip(states.rows, places, strict=True):
-                    own[row] = num_outputs + place
-                outputs.append(self.head(hidden))
-                num_outputs += len(outputs[-1])
-        if not sequences:
-            return []
-        # Nothing before this line waits for the device.
-        logits = torch.cat(outputs).cpu()[torch.from_numpy(np.concatenate([own[slot] for slot in slots]))]
-        return to_scores(self.head, logits, sequences)
+                outputs.add(states)
+        return outputs.scores()
 
     def read_states(
         self, states: HiddenStates, rows: list[np.ndarray], ends: dict[int, np.ndarray]

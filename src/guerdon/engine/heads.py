@@ -146,6 +146,39 @@ def to_scores(head: RewardHead, logits: Tensor, sequences: list[Sequence]) -> li
     ]
 
 
+class Outputs:
+    """What an engine's head makes of distinct rows, micro-batch by micro-batch; `slots` are the sequences' rows."""
+
+    def __init__(self, engine: Any, sequences: list[Sequence], rows: list[np.ndarray], slots: list[int]) -> None:
+        self._engine, self._sequences, self._rows, self._slots = engine, sequences, rows, slots
+        self._made: list[Tensor] = []
+        self._own = [np.empty(0, dtype=np.int64)] * len(rows)  # indices into all outputs: one, or one a token
+        self._num_made = 0
+        self._ends: dict[int, np.ndarray] = {}
+        if (steps := engine.head.steps) is not None:
+            for s, slot in zip(sequences, slots, strict=True):
+                last = self._ends.get(slot, len(s.tokens) - 1)
+                self._ends[slot] = np.union1d(last, s.step_ends(steps.separator_ids))
+
+    def add(self, states: Any) -> None:
+        """Applies the head to the states of some of the rows."""
+        if not states.rows:
+            return
+        hidden, places = self._engine.read_states(states, self._rows, self._ends)
+        for row, place in zip(states.rows, places, strict=True):
+            self._own[row] = self._num_made + place
+        self._made.append(self._engine.head(hidden))
+        self._num_made += len(self._made[-1])
+
+    def scores(self) -> list[Score | SampleFailed]:
+        """Returns one result for each sequence, in order."""
+        if not self._sequences:
+            return []
+        # Nothing before this line waits for the device.
+        every = np.concatenate([self._own[slot] for slot in self._slots])
+        return to_scores(self._engine.head, torch.cat(self._made).cpu()[torch.from_numpy(every)], self._sequences)
+
+
 def _value_scores(head: RewardHead, logits: Tensor, sequences: list[Sequence]) -> list[Score | SampleFailed]:
     values = _standardise(head, (logits.numpy() * head.weights).sum(axis=1)).astype(np.float32)
     lengths = np.array([len(s.tokens) for s in sequences])

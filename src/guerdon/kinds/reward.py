@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence as ListLike
 from typing import Any
 
 import numpy as np
 
-from guerdon.core import ScoreRequest, Sequence, Truncation
+from guerdon.core import ModelInfo, ScoreRequest, Sequence, Truncation
 from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.kinds.kind import Asks, Kind, Rows, SampleReader, Served, Subcommand, Tokenizer
 from guerdon.kinds.samples import or_nothing
@@ -29,15 +30,24 @@ class RewardKind(Kind):
     )
 
     def load(self, config: ModelConfig, ranks: Any) -> Any:
-        """Returns the engine over the checkpoint."""
+        """Returns the engine over the checkpoint, or the first of several over one base model."""
         if config.isolate:
             raise ConfigError(
                 f"isolate is on, but {config.model} is a checkpoint, which cannot be isolated", "leave it out there"
             )
-        from guerdon.engine.checkpoint.reward_models import load_reward_model
+        from guerdon.engine.checkpoint.reward_models import load_adapters, load_reward_model
         from guerdon.engine.engine import Engine
+        from guerdon.engine.several_adapters import AdapterEngine
 
+        if config.adapters:
+            return AdapterEngine(load_adapters(config, ranks))
         return Engine(load_reward_model(config, ranks=ranks))
+
+    def why_fixed(self, info: ModelInfo, what: str) -> str:
+        """Returns that adapters that share a base model stay as they are."""
+        return f"{info.name} shares {info.shared_base} with other adapters, and cannot be {what}" * bool(
+            info.shared_base
+        )
 
     async def read(
         self, reading: SampleReader, served: Served, request: ScoreRequest, cut: Truncation | None, client: str
@@ -53,8 +63,39 @@ class RewardKind(Kind):
         if not served.info.step_rule or request.tokens is not None or request.steps is not None:
             return await super().read(reading, served, request, cut, client)
         rows, request = await reading.read_samples(served, request, cut, client)
-        rows = await _without_prompts_steps(reading, served, request, rows, client)
+        tokenised = _by_steps if served.info.splits_at and not request.add_special_tokens else _without_prompts_steps
+        rows = await tokenised(reading, served, request, rows, client)
         return await reading.make_sequences(rows, request, cut, served, client)
+
+
+async def _by_steps(reading: SampleReader, served: Served, request: ScoreRequest, rows: Rows, client: str) -> Rows:
+    """Tokenises a prompt and each step by itself: in one text a separator may merge with what stands before it."""
+    prompts: ListLike[str | InvalidRequest] = [""] * len(rows)
+    whole: ListLike[str | InvalidRequest] = request.texts or []
+    if request.prompts is not None or request.messages is not None:
+        prompts, joined = await reading.join(served, request, client)
+        whole = whole or joined
+    parts: list[list[str]] = []
+    for row, prompt, text in zip(rows, prompts, whole, strict=True):
+        if isinstance(row, InvalidRequest) or isinstance(text, InvalidRequest):
+            parts.append([])
+            continue
+        begun = prompt if isinstance(prompt, str) and text.startswith(prompt) else ""
+        parts.append([begun, *text[len(begun) :].split(served.info.splits_at)])
+    distinct = list(dict.fromkeys(part for own in parts for part in own if part))
+    asked = dataclasses.replace(request, messages=None, prompts=None, splits=None, texts=distinct)
+    ids = dict(zip(distinct, await reading.read_text(served, asked, None, client), strict=True))
+    end, nothing = np.array(served.info.step_separator_ids), np.empty(0, np.int64)
+
+    def joined_again(row: Any, own: list[str]) -> Any:
+        found: list[Any] = [ids.get(part, nothing) for part in own]
+        if not own or not all(isinstance(part, np.ndarray) for part in found):
+            return row
+        prompt, *steps = found
+        tokens = np.concatenate([prompt, *[x for step in steps for x in (step, end)][:-1]])
+        return Sequence(tokens, prompt_length=len(prompt) or None) if len(tokens) else row
+
+    return list(map(joined_again, rows, parts))
 
 
 async def _without_prompts_steps(

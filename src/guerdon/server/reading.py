@@ -111,10 +111,11 @@ class Reader(Workers):
         self, rows: Rows, request: ScoreRequest, cut: Truncation | None, served: Served, client: str
     ) -> Asks:
         """Returns a sequence for each row, and what is wrong with it, if anything."""
-        if len(rows) <= MANY_ROWS:
-            return Asks(served, *_to_sequences(rows, request, cut, served.info))
         work = functools.partial(_to_sequences, rows, request, cut, served.info)
-        return Asks(served, *await self.run(client, work))
+        asked = Asks(served, *await self.run_over(len(rows), client, work))
+        for one in asked.sequences if served.info.shared_base else ():
+            one.adapter = served.index  # type: ignore[attr-defined]
+        return asked
 
     async def run_over(self, num_rows: int, client: str, work: Callable[[], T]) -> T:
         """Runs `work` on so many rows, on one of the threads if they are many."""

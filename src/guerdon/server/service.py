@@ -74,10 +74,14 @@ class Service:
         def own_limits(model: ServedModelConfig, served: Served) -> Limits:
             return (limits or {}).get(served.info.name) or batch_limits(model, served, num_parts)
 
+        queues: dict[int, Scheduler] = {}  # adapters over one base share a queue, and with it their batches
+        for model, served in models:
+            members = getattr(served, "members", None) or [served]
+            queues[id(served)] = queues.get(id(members[0])) or Scheduler(own_limits(model, served), self.access.names)
         self.loops = Loops(
             group,
             [(model, served.info) for model, served in models],
-            {served.info.name: Scheduler(own_limits(model, served), self.access.names) for model, served in models},
+            {served.info.name: queues[id(served)] for _, served in models},
             lambda jobs: answers.deliver(jobs, self._asyncio),
             self.metrics,
             on_crash=self._end_after_crash,

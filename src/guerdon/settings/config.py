@@ -8,12 +8,21 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from guerdon.critic_core import Operation
 from guerdon.settings.access import AccessConfig, check_reach, check_traces_endpoint
 from guerdon.settings.chat_judges import ChatJudgeConfig, take_out
 from guerdon.settings.fields import Contradictions, caught, default_of, setting
+
+_MEANING = frozenset(
+    {
+        "attribute_weights", "chat_template", "generation_prompt", "mean", "merge_attributes", "pooling", "reward",
+        "std", "step_reduction", "step_separator", "system", "turns",
+    }
+)  # fmt: skip
+"""Settings of a reward model that change its scores of the same samples."""
 
 Pooling = Literal["auto", "last", "last_non_pad", "mean", "first", "first_eos"]
 
@@ -28,6 +37,10 @@ class ForwardConfig:
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "Dtype of the weights; the head is always float32. auto: bfloat16 on a GPU, float32 on a CPU."
+    )
+    dequantize: bool = setting(
+        False,
+        "Dequantise the weights of a quantised checkpoint at loading; they take as much memory as unquantised ones.",
     )
     device: str = setting("auto", "Device: auto, cpu, cuda, cuda:1, ...")
     max_batch_tokens: int | None = setting(
@@ -230,6 +243,22 @@ class RenderingConfig:
 
 
 @dataclass
+class AdapterConfig:
+    """An adapter of a model that several share, served under a name of its own."""
+
+    name: str = setting("", "Name that clients ask for.")
+    model: str = setting("", "Local folder or hub id of a LoRA adapter.")
+    revision: str | None = setting(None, "Hub revision of the adapter.")
+    attribute_weights: list[float] | None = setting(None, "As the model's, for this adapter.")
+    mean: float | None = setting(None, "As the model's, for this adapter.", auto=True)
+    std: float | None = setting(None, "As the model's, for this adapter.", auto=True, above=0)
+
+    def contradictions(self) -> Contradictions:
+        if not self.model:
+            yield "model is not given", "name the folder or hub id of an adapter"
+
+
+@dataclass
 class ModelConfig(IsolationConfig, RenderingConfig, EngineConfig):
     """One served reward model or scoring function."""
 
@@ -252,6 +281,22 @@ class ModelConfig(IsolationConfig, RenderingConfig, EngineConfig):
     reward: TokenRewardConfig | None = setting(
         None, "Read rewards from a language model's logits, at `pooling`, or at each `step_separator`.", flag=False
     )
+    adapters: list[AdapterConfig] = setting(
+        [], "LoRA adapters over this model, served in its place; they share its memory and batches.", flag=False
+    )
+
+    def meaning(self) -> dict[str, Any]:
+        """Returns the settings that change what a score means and are not the defaults, a template by its text."""
+        fields = (field for field in dataclasses.fields(self) if field.name in _MEANING)
+        found = {f.name: value for f in fields if (value := getattr(self, f.name)) != default_of(f)}
+        if (path := found.get("chat_template")) is not None:
+            found["chat_template"] = Path(path).read_text(encoding="utf-8")
+        return {name: vars(x) if dataclasses.is_dataclass(x) else x for name, x in found.items()}
+
+    def adapted(self) -> list[ModelConfig]:
+        """Returns the settings of each adapter as those of a model."""
+        own = [{k: v for k, v in vars(adapter).items() if v is not None} for adapter in self.adapters]
+        return [dataclasses.replace(self, **{"base": self.model, "revision": None, "adapters": []} | x) for x in own]
 
 
 @dataclass
@@ -513,7 +558,7 @@ class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig, DashboardConfig):
 
 
 def _check_names(settings: ServerConfig) -> Contradictions:
-    names = [model.name for model in settings.models] + [reward.name for reward in settings.rewards]
+    names = [name for model in settings.models for name in _names(model)] + [reward.name for reward in settings.rewards]
     if settings.critic is not None:
         names += [f"{settings.critic.name}_{suffix}" for suffix in ("infer", *Operation)]
     for name, count in Counter(names).items():
@@ -523,10 +568,15 @@ def _check_names(settings: ServerConfig) -> Contradictions:
             yield f"two models are named {name}", "give each a different `name:`, also those of `rewards:`"
 
 
+def _names(model: ServedModelConfig) -> list[str]:
+    """Returns the names under which a model is served."""
+    return [x.name for x in getattr(model, "adapters", ())] or [model.name]
+
+
 def _check_sum(settings: RewardConfig, where: str, models: list[ServedModelConfig]) -> Contradictions:
     if not settings.components:
         yield f"{where} has no components", "add `components:` with `- model:` lines"
-    rewarding = [model.name for model in models if not isinstance(model, TeacherConfig)]
+    rewarding = [name for model in models if not isinstance(model, TeacherConfig) for name in _names(model)]
     names = [component.model for component in settings.components]
     for i, component in enumerate(settings.components):
         if component.judge is not None:

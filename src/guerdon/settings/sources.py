@@ -48,7 +48,7 @@ GROUPS = {
     "reward model beside the critic": """reward_model reward_model_memory reward_revision reward_pooling
         reward_attribute_weights reward_mean reward_std""",
     "batching and queue": "max_batch_tokens max_queue_tokens max_queue_sequences",
-    "precision and devices": "dtype device deterministic require_packed recheck_share",
+    "precision and devices": "dtype dequantize device deterministic require_packed recheck_share",
     "multi-process": "tensor_parallel data_parallel fsdp rank_timeout_s max_restarts",
     "request limits": "max_body_mb max_bodies_mb max_requests max_request_sequences max_connections",
     "timeouts": """request_timeout_s shutdown_timeout_s header_timeout_s read_timeout_s write_timeout_s

@@ -1,10 +1,12 @@
 """Heads in the layouts of released reward models, beside formulas written from their cards or public code.
 
-The trunk is transformers', one sequence at a time. ArmoRM and QRM: the `modeling_custom.py` of RLHFlow/ArmoRM-Llama3-8B
-and nicolinho/QRM-Llama3.1-8B; URM: SGLang's `llama_reward.py`; INF-ORM: its card, whose class Qwen's and WorldPM's
-repeat; Skywork: skywork-o1-prm-inference; LlamaFactory: `get_scores` of its `chat/hf_engine.py`.
+The trunk is transformers', one sequence at a time. ArmoRM: copies of its `modeling_custom.py`, and `stage-2_prepare.py`
+of RLHFlow's repository; URM: SGLang's `llama_reward.py`; INF-ORM: its card's class, copied by autometrics, which Qwen's
+repeat (vLLM, SGLang, TensorRT-LLM); Skywork: skywork-o1-prm-inference, copied by openr; LlamaFactory: `_get_scores` of
+its `chat/hf_engine.py`. Of QRM's own code no copy was found: its formula is its paper's.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.nn import SELU, BatchNorm1d, Dropout, Linear, Module, ReLU, Sequentia
 from transformers import AutoModel, AutoTokenizer
 
 import zoo
+from guerdon import LocalRewardModel
 from guerdon.core import Sequence as Tokens
 from guerdon.engine.checkpoint.reward_models import load_critic, load_reward_model
 from guerdon.engine.engine import Engine
@@ -128,3 +131,36 @@ def test_llama_factorys_route_cuts_the_end(tmp_path: Path, serve: Serve) -> None
     cut: Any = AutoTokenizer.from_pretrained(folder)(texts, truncation=True, max_length=20, add_special_tokens=False)
     want = wanted(folder, "LlamaForCausalLM", [np.array(ids) for ids in cut["input_ids"]])
     np.testing.assert_allclose(told["scores"], want, rtol=1e-5, atol=1e-5)
+
+
+def test_steps_are_tokenised_apart(tmp_path: Path) -> None:
+    """As `prepare_input` of skywork-o1-prm-inference and TRL's PRMTrainer do: `.` and a line feed would merge."""
+    folder = zoo.tokenizer(released(tmp_path, "Qwen2ForPrmModel"))
+    path = folder / "tokenizer.json"
+    made = json.loads(path.read_text())
+    made["model"]["merges"].append([".", "\u010a"])
+    made["model"]["vocab"][".\u010a"] = 290
+    made["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    path.write_text(json.dumps(made))
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    prompt, steps, wanted_steps = "What is 1+1?\n", ["1+1 is 2.", "So 2", "The answer is 2."], []
+    assert 290 in ids("is 2.\n") and len(ids("\n")) == 1
+    row = ids(prompt)
+    for step in steps:
+        row += [*ids(step), *ids("\n")]
+        wanted_steps.append(len(row) - 1)
+    trunk = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    head = head_of("Qwen2ForPrmModel")["v_head.summary"]
+    with torch.no_grad():
+        states = trunk(torch.tensor([row])).last_hidden_state[0]
+        want = head(states)[wanted_steps, 0].sigmoid().numpy()
+    text = prompt + "".join(f"{step}\n" for step in steps)
+    with LocalRewardModel(str(folder), step_separator="\n") as model:
+        alone, begun = model.score(texts=[text]), model.score(texts=[text], prompts=[prompt])
+    assert (alone.errors, begun.errors) == ([None], [None])
+    np.testing.assert_allclose((begun.steps or [])[0], want, rtol=1e-5, atol=1e-5)
+    assert len((alone.steps or [])[0]) == len(want) + 1  # without a prompt its own line feed ends a step

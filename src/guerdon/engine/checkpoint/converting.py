@@ -1,4 +1,4 @@
-"""Writes a folder that transformers and guerdon load from a GGUF file, or from an adapter and its base model."""
+"""Writes a folder that transformers and guerdon load: from a GGUF file, an adapter and its base, or InternLM2."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 from guerdon.durable import ASIDE, place, storing
+from guerdon.engine.checkpoint import internlm2
 from guerdon.engine.checkpoint.gguf_files import GgufFile, load_gguf
 from guerdon.engine.checkpoint.merging import merge
 from guerdon.engine.checkpoint.stored import StoredCheckpoint, find_texts
@@ -34,9 +35,18 @@ def convert_gguf(file: GgufFile, folder: Path, dtype: str = "float32") -> None:
 def convert_adapter(checkpoint: StoredCheckpoint, folder: Path, dtype: str = "float32") -> None:
     """Writes an adapter's base model with the adapter merged, in `dtype`, to `folder`, whole or not at all.
 
-    Raises CheckpointError if it is no adapter, if the folder holds files, or as `merge_adapter`, and StorageFailed if
-    the disk is full.
+    A whole model of InternLM2 becomes one of Llama. Raises CheckpointError if it is neither, if the folder holds files,
+    or as `merge_adapter` and `to_llama`, and StorageFailed if the disk is full.
     """
+    if checkpoint.adapter is None and checkpoint.settings.get("model_type") == internlm2.MODEL_TYPE:
+        _check_new(folder)
+        own, tensors = internlm2.to_llama(checkpoint)
+        texts = internlm2.to_tokenizer(checkpoint) | {"config.json": json.dumps({**own, "dtype": dtype}, indent=2)}
+        with _writing(folder) as aside:
+            save_torch_state_dict({name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}, aside)
+            for name, text in texts.items():
+                (aside / name).write_text(text, encoding="utf-8")
+        return
     if checkpoint.adapter is None:
         raise CheckpointError(f"{checkpoint.folder} holds a whole model", "serve it unconverted")
     _check_new(folder)

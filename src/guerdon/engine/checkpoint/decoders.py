@@ -64,8 +64,13 @@ class HeadLayout:
         return name.startswith(f"{self.prefix}.") or (bool(self.gate) and name.startswith((self.gate, TRANSFORM)))
 
 
-def load_decoder(checkpoint: StoredCheckpoint, config: Any, dtype: torch.dtype, ranks: Ranks = ALONE) -> ModelParts:
-    """Loads a decoder's trunk and head; raises CheckpointError if a tensor is missing or the head is unknown."""
+def load_decoder(
+    checkpoint: StoredCheckpoint, config: Any, dtype: torch.dtype, ranks: Ranks = ALONE, trunk: Any = None
+) -> ModelParts:
+    """Loads a decoder's trunk, unless it is given, and head.
+
+    Raises CheckpointError if a tensor is missing or the head is unknown.
+    """
     layout = find_head(checkpoint, config)
     pooling: Pooling = "last"  # OpenRLHF and trlX read where the attention mask ends, so at the end of what was sent
     if layout.kind == "sequence-classification":
@@ -78,7 +83,7 @@ def load_decoder(checkpoint: StoredCheckpoint, config: Any, dtype: torch.dtype, 
             "wrap the model in module:function",
         )
     return ModelParts(
-        trunk=load_trunk(checkpoint, config, layout, dtype, ranks),
+        trunk=load_trunk(checkpoint, config, layout, dtype, ranks) if trunk is None else trunk,
         module=load_gated_head(checkpoint, layout) if layout.gate else load_head(checkpoint, layout),
         gate_ids=gate_ids,
         num_outputs=layout.num_outputs,

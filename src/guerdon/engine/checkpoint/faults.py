@@ -244,8 +244,30 @@ def _sharded(path: Path) -> CheckpointError:
 # ------------------------------------------------------------------------------------------------ tensors
 
 
+_QUANTISED = ("quantization_config", "compression_config", "quantization")
+"""Keys by which transformers, compressed-tensors and MLX say that weights are quantised."""
+
+
+def find_quantised(settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns the method by which the config, or a config inside it, says that weights are quantised, and its settings.
+
+    Both are empty if it does not.
+    """
+    for name in _QUANTISED:
+        if own := settings.get(name):  # null and {} mean none
+            return (str(own.get("quant_method", name)), own) if isinstance(own, dict) else (name, {})
+    inside = (find_quantised(part) for part in settings.values() if isinstance(part, dict))
+    return next((found for found in inside if found[0]), ("", {}))
+
+
+def without_quantisation(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config, and configs inside it, without what they say of quantised weights."""
+    kept = {name: value for name, value in settings.items() if name not in _QUANTISED}
+    return {name: without_quantisation(part) if isinstance(part, dict) else part for name, part in kept.items()}
+
+
 def check_tensor(path: Path, name: str, shape: tuple[int, ...], is_float: bool) -> None:
-    """Raises CheckpointError if a stored tensor cannot be a whole, unquantised, merged weight."""
+    """Raises CheckpointError if a stored tensor cannot be a whole, merged weight, quantised only if it may be."""
     if 0 in shape:
         raise CheckpointError(
             f"{path} was saved by one rank without gathering: {name} is empty, {list(shape)}",

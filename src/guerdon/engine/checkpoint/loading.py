@@ -13,6 +13,7 @@ from guerdon.distributed.ranks import Ranks, agreed
 from guerdon.engine.checkpoint.merging import merge_adapter
 from guerdon.engine.checkpoint.model_config import check_generates, read_config
 from guerdon.engine.checkpoint.placement import check_memory, pick_device, pick_dtype
+from guerdon.engine.checkpoint.quantised import dequantised
 from guerdon.engine.checkpoint.stored import StoredCheckpoint, digest_of, open_checkpoint
 from guerdon.engine.host import keep_freed
 from guerdon.engine.product_speed import say_if_other_is_faster
@@ -50,6 +51,8 @@ class Loading:
         if self._ranks.is_leader:
             say_if_other_is_faster(dtype, device)
         checkpoint = open_checkpoint(config.model, config.revision, config.base)
+        if config.dequantize:
+            checkpoint = dequantised(checkpoint, dtype)
         model_config = read_config(checkpoint)
         if for_text:
             check_generates(checkpoint, model_config)

@@ -6,11 +6,14 @@ and the merged model must compute what the unmerged one does: both are run on a 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +27,16 @@ from transformers import (
 
 from guerdon.engine.checkpoint.decoders import find_head, load_trunk
 from guerdon.engine.checkpoint.model_config import read_config
-from guerdon.engine.checkpoint.stored import StoredAdapter, StoredCheckpoint, stored_tensor
+from guerdon.engine.checkpoint.stored import (
+    StoredAdapter,
+    StoredCheckpoint,
+    StoredTensor,
+    open_checkpoint,
+    stored_tensor,
+)
 from guerdon.engine.checkpoint.tokenizer_files import load_tokenizer
 from guerdon.engine.checkpoint.weights import build_model, list_names
+from guerdon.engine.low_rank import ALONE
 from guerdon.errors import CheckpointError, install_command
 
 PREFIX = "base_model.model."
@@ -39,6 +49,9 @@ _COPIES = ("modules_to_save", "original_module")
 """Names of what peft saves a second time, such as a head's biases where all biases are trained."""
 LAST_LAYERS = ("score", "classifier", "classifier.out_proj")
 """Layers of transformers' classification heads whose rows are the labels."""
+
+_KEEPING_THE_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Ways to initialise LoRA that leave the base model's weights as they are."""
 
 log = logging.getLogger(__name__)
 
@@ -191,25 +204,97 @@ def _read_peft_config(checkpoint: StoredCheckpoint, adapter: StoredAdapter) -> A
     return config
 
 
+# ------------------------------------------------------------------------------------------- beside others
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A LoRA adapter that is not merged: `model` has the base model's tensors and the head that the adapter brings.
+
+    `layers` are its two factors by the name of the layer in the trunk that they change, `[r,in]` and, multiplied by
+    the adapter's scale, `[out,r]`.
+    """
+
+    model: StoredCheckpoint
+    layers: dict[str, tuple[Tensor, Tensor]]
+
+
+def read_apart(checkpoint: StoredCheckpoint, base: StoredCheckpoint) -> Apart:
+    """Reads a LoRA adapter that shares `base` with others, without making a model of the base's size.
+
+    Raises CheckpointError as `merge_adapter`, and if the adapter changes more than linear layers of the trunk.
+    """
+    adapter = checkpoint.adapter
+    assert adapter is not None
+    named = Path(str(adapter.settings.get("base_model_name_or_path"))).expanduser()
+    named = next((path for path in (checkpoint.folder / named, named) if path.is_dir()), base.folder)
+    if named.resolve() != base.folder.resolve() and open_checkpoint(str(named)).sample != base.sample:
+        raise CheckpointError(
+            f"the adapter {checkpoint.folder} was trained on {named}, whose weights are not those of {base.folder}",
+            "list it under its own base model",
+        )
+    task, config = find_task(checkpoint), _read_peft_config(checkpoint, adapter)
+    kind, start = config.peft_type.value, getattr(config, "init_lora_weights", True)
+    more = [name for name in ("use_dora", "alora_invocation_tokens") if getattr(config, name, None)]
+    if kind != "LORA" or more or start not in _KEEPING_THE_BASE:
+        what = ", ".join([kind, *more, *([] if start in _KEEPING_THE_BASE else [str(start)])])
+        raise CheckpointError(f"{checkpoint.folder} is {what}, which is more than plain LoRA", ALONE)
+    if adapter.facts:
+        owns = find_head(base, read_config(base)).owns
+        settings, model_class = _critic_settings(base, adapter), MODEL_MAPPING[type(read_config(base))]
+        tensors, head = {name: tensor for name, tensor in base.tensors.items() if not owns(name)}, set[str]()
+    else:
+        settings, tensors, head = _with_head(checkpoint, base, config, task)
+        model_class = _class_of(checkpoint, base, task)
+    made = dataclasses.replace(checkpoint, settings=settings, tensors=tensors | adapter.head)
+    for name in _own_tensors(adapter):
+        if name not in head and not name.endswith((".lora_A.weight", ".lora_B.weight")):
+            raise CheckpointError(f"the adapter {checkpoint.folder} also changes {name}", ALONE)
+    layers, own = {}, _own_tensors(adapter)
+    with torch.random.fork_rng([]), _fitting(checkpoint, config):
+        with torch.device("meta"):
+            model = model_class(read_config(made))
+        wrapped = _wrap(checkpoint, model, config, low_cpu_mem_usage=True)
+    in_trunk = "" if model_class is MODEL_MAPPING[type(read_config(base))] else f"{model_class.base_model_prefix}."
+    for name, layer in wrapped.named_modules():
+        if len(getattr(layer, "lora_A", ())):
+            path = name.removeprefix(PREFIX)
+            down, up = (own[f"{path}.lora_{factor}.weight"][...].float() for factor in "AB")
+            layers[path.removeprefix(in_trunk)] = down, up * layer.scaling["default"]
+    return Apart(made, layers)
+
+
 # ------------------------------------------------------------------------------------------------ merging
 
 
-def _merge(checkpoint: StoredCheckpoint, base: StoredCheckpoint, config: Any, task: Task) -> Merged:
-    """Merges the adapter of one of transformers' classes, with a head or embeddings of its own."""
-    assert checkpoint.adapter is not None
-    own = {
+def _own_tensors(adapter: StoredAdapter) -> dict[str, StoredTensor]:
+    """Returns an adapter's tensors by their names in the model, without copies."""
+    return {
         name.removeprefix(PREFIX): tensor
-        for name, tensor in checkpoint.adapter.tensors.items()
+        for name, tensor in adapter.tensors.items()
         if not any(f".{copy}." in name for copy in _COPIES)
     }
-    settings, tensors = dict(base.settings), dict(base.tensors)
+
+
+def _class_of(checkpoint: StoredCheckpoint, base: StoredCheckpoint, task: Task) -> Any:
+    """Returns transformers' class of the adapted model; raises CheckpointError if there is none."""
     model_class = task.classes.get(type(read_config(base)), None)
     if model_class is None:
         raise CheckpointError(
             f"{checkpoint.folder} is the adapter of {task.what}, and transformers has no such class for its base model "
-            f"{base.folder} ({settings['model_type']})",
+            f"{base.folder} ({base.settings['model_type']})",
             "give the base model that it was trained on, by --base",
         )
+    return model_class
+
+
+def _with_head(
+    checkpoint: StoredCheckpoint, base: StoredCheckpoint, config: Any, task: Task
+) -> tuple[dict[str, Any], dict[str, StoredTensor], set[str]]:
+    """Returns the base model's settings and tensors with the head that an adapter brings, and that head's names."""
+    assert checkpoint.adapter is not None
+    own, model_class, head = _own_tensors(checkpoint.adapter), _class_of(checkpoint, base, task), {}
+    settings, tensors = dict(base.settings), dict(base.tensors)
     if not task.for_text:
         saved = {*(CLASSIFIERS if config.task_type else ()), *(getattr(config, "modules_to_save", None) or ())}
         trunk = f"{model_class.base_model_prefix}."
@@ -223,12 +308,20 @@ def _merge(checkpoint: StoredCheckpoint, base: StoredCheckpoint, config: Any, ta
         if tokenizer is not None and tokenizer.pad_token_id is not None:
             # TRL gives its model the tokenizer's padding token, and saves that of an adapter only with the tokenizer.
             settings["pad_token_id"] = tokenizer.pad_token_id
-    made = dataclasses.replace(base, settings=settings, tensors=tensors)
+    return settings, tensors, {*head}
+
+
+def _merge(checkpoint: StoredCheckpoint, base: StoredCheckpoint, config: Any, task: Task) -> Merged:
+    """Merges the adapter of one of transformers' classes, with a head or embeddings of its own."""
+    assert checkpoint.adapter is not None
+    settings, tensors, _ = _with_head(checkpoint, base, config, task)
+    model_class, made = _class_of(checkpoint, base, task), dataclasses.replace(base, settings=settings, tensors=tensors)
     try:
         model = build_model(model_class, read_config(made), tensors, torch.float32)
     except CheckpointError as e:
         what = f"the adapter {checkpoint.folder} does not fit its base model {base.folder}: {e}"
         raise CheckpointError(what, f"{e.help}; or give another base model by --base") from e
+    own = _own_tensors(checkpoint.adapter)
     is_resized = _resize_embeddings(model, {name: tensor.shape for name, tensor in own.items()})
     model = _merge_by_peft(checkpoint, model, config, is_resized=is_resized)
     text_config = model.config.get_text_config()
@@ -245,11 +338,14 @@ def _merge_critic(checkpoint: StoredCheckpoint, base: StoredCheckpoint, config: 
     assert adapter is not None
     base_config = read_config(base)
     trunk = load_trunk(base, base_config, find_head(base, base_config), torch.float32)
+    head = {name: tensor[...] for name, tensor in adapter.head.items()}
+    return Merged(_critic_settings(base, adapter), _merge_by_peft(checkpoint, trunk, config), head)
+
+
+def _critic_settings(base: StoredCheckpoint, adapter: StoredAdapter) -> dict[str, Any]:
     settings = {name: value for name, value in base.settings.items() if name not in ("id2label", "label2id")}
     settings |= {"architectures": ["CriticModel"], "value_head_prefix": "score", "num_labels": 1}
-    settings |= {"normalize_reward": True, "mean": adapter.facts["mean"], "std": adapter.facts["std"]}
-    head = {name: tensor[...] for name, tensor in adapter.head.items()}
-    return Merged(settings, _merge_by_peft(checkpoint, trunk, config), head)
+    return settings | {"normalize_reward": True, "mean": adapter.facts["mean"], "std": adapter.facts["std"]}
 
 
 def _resize_embeddings(model: Any, shapes: dict[str, tuple[int, ...]]) -> bool:
@@ -271,57 +367,24 @@ def _resize_embeddings(model: Any, shapes: dict[str, tuple[int, ...]]) -> bool:
 
 def _merge_by_peft(checkpoint: StoredCheckpoint, model: Any, config: Any, *, is_resized: bool = False) -> Any:
     """Returns the model with the adapter merged; no weight may be NaN if `is_resized`."""
-    from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
-    from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
-
-    assert checkpoint.adapter is not None
-    folder, base_folder = checkpoint.folder, checkpoint.adapter.base.folder
-    state = {name: tensor[...] for name, tensor in checkpoint.adapter.tensors.items()}
+    folder, base_folder = checkpoint.folder, checkpoint.model_folder
     model.config.use_cache = False
-    own = {id(parameter) for parameter in model.parameters()}
     probe = torch.arange(8)[None] % model.get_input_embeddings().num_embeddings
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            peft_class = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, PeftModel)
-            wrapped = peft_class(model, config, autocast_adapter_dtype=False).eval()
-            report = set_peft_model_state_dict(wrapped, state)
-            saved = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-            learnt = {
-                name
-                for name, parameter in wrapped.named_parameters()
-                if id(parameter) not in own and name.replace(".default", "") in saved
-            }
-            copies = {name for name in state if ".modules_to_save." in name}  # beside embeddings that were resized
-            missing, strange = learnt & set(report.missing_keys), set(report.unexpected_keys) - copies
-            if missing or strange:
-                raise CheckpointError(
-                    f"the adapter {folder} does not fit {base_folder}: it {'lacks' if missing else 'holds'} "
-                    f"{list_names(name.removeprefix(PREFIX) for name in missing or strange)}",
-                    "give the base model that it was trained on, by --base; or save the adapter again",
-                )
-            unmerged = _run(wrapped, probe)
-            model = wrapped.merge_and_unload(safe_merge=True).eval()
-            if left := [name for name, part in model.named_modules() if type(part).__module__.startswith("peft.")]:
-                raise NotImplementedError(f"it leaves {left[0]} unmerged")
-            state = model.state_dict() if is_resized else {}
-            if nan := [name for name, x in state.items() if x.is_floating_point() and x.isnan().any()]:
-                raise CheckpointError(
-                    f"the adapter {folder} has more tokens than its base model, and lacks the weights of the new "
-                    f"ones: {list_names(nan)}",
-                    "save it with its embeddings (save_embedding_layers=True), or give the resized base model by "
-                    "--base",
-                )
-            merged = _run(model, probe)
-    except CheckpointError:
-        raise
-    # peft raises anything, by the kind of adapter, if it does not fit or cannot be merged.
-    except Exception as e:
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
-        raise CheckpointError(
-            f"peft cannot merge the adapter {folder} ({config.peft_type.value}) into {base_folder}: {reason}",
-            "give the base model that it was trained on, by --base; or merge it yourself and save the whole model",
-        ) from e
+    remedy = "; or merge it yourself and save the whole model"
+    with _fitting(checkpoint, config, remedy):
+        wrapped = _wrap(checkpoint, model, config)
+        unmerged = _run(wrapped, probe)
+        model = wrapped.merge_and_unload(safe_merge=True).eval()
+        if left := [name for name, part in model.named_modules() if type(part).__module__.startswith("peft.")]:
+            raise NotImplementedError(f"it leaves {left[0]} unmerged")
+        state = model.state_dict() if is_resized else {}
+        if nan := [name for name, x in state.items() if x.is_floating_point() and x.isnan().any()]:
+            raise CheckpointError(
+                f"the adapter {folder} has more tokens than its base model, and lacks the weights of the new "
+                f"ones: {list_names(nan)}",
+                "save it with its embeddings (save_embedding_layers=True), or give the resized base model by --base",
+            )
+        merged = _run(model, probe)
     difference = (merged - unmerged).square().mean().sqrt() / unmerged.square().mean().sqrt()
     if not difference <= TOLERANCE:
         raise CheckpointError(
@@ -330,6 +393,57 @@ def _merge_by_peft(checkpoint: StoredCheckpoint, model: Any, config: Any, *, is_
             "wrap the unmerged model in module:function",
         )
     return model
+
+
+@contextlib.contextmanager
+def _fitting(checkpoint: StoredCheckpoint, config: Any, remedy: str = "") -> Iterator[None]:
+    """Makes CheckpointError of whatever peft raises inside the context, and silences its warnings."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except CheckpointError:
+        raise
+    # peft raises anything, by the kind of adapter, if it does not fit or cannot be merged.
+    except Exception as e:
+        reason = (
+            f"it lacks {e.args[0]}"
+            if isinstance(e, KeyError)
+            else " ".join((str(e).split("\n") or [type(e).__name__])[:2]).replace("\t", "")[:300]
+        )
+        raise CheckpointError(
+            f"peft cannot {'merge' if remedy else 'put'} the adapter {checkpoint.folder} ({config.peft_type.value}) "
+            f"into {checkpoint.model_folder}: {reason}",
+            f"give the base model that it was trained on, by --base{remedy}",
+        ) from e
+
+
+def _wrap(checkpoint: StoredCheckpoint, model: Any, config: Any, **how: Any) -> Any:
+    """Returns peft's model with the adapter's weights; raises CheckpointError if one is missing or left over."""
+    from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+    from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
+
+    assert checkpoint.adapter is not None
+    state = {name: tensor[...] for name, tensor in checkpoint.adapter.tensors.items()}
+    own = {id(parameter) for parameter in model.parameters()}
+    peft_class = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, PeftModel)
+    wrapped = peft_class(model, config, autocast_adapter_dtype=False, **how).eval()
+    report = set_peft_model_state_dict(wrapped, state, **how)
+    saved = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    learnt = {
+        name
+        for name, parameter in wrapped.named_parameters()
+        if id(parameter) not in own and name.replace(".default", "") in saved
+    }
+    copies = {name for name in state if ".modules_to_save." in name}  # beside embeddings that were resized
+    missing, strange = learnt & set(report.missing_keys), set(report.unexpected_keys) - copies
+    if missing or strange:
+        raise CheckpointError(
+            f"the adapter {checkpoint.folder} does not fit {checkpoint.model_folder}: it "
+            f"{'lacks' if missing else 'holds'} {list_names(name.removeprefix(PREFIX) for name in missing or strange)}",
+            "give the base model that it was trained on, by --base; or save the adapter again",
+        )
+    return wrapped
 
 
 @torch.no_grad()

@@ -15,13 +15,12 @@ from transformers import (
     AutoConfig,
 )
 
+from guerdon.engine.checkpoint import faults, internlm2
 from guerdon.engine.checkpoint.encoders import SEQUENCE_HEADS
 from guerdon.engine.checkpoint.stored import StoredCheckpoint
 from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.errors import CheckpointError, ConfigError
 
-QUANTISED = ("quantization_config", "compression_config", "quantization")
-"""Keys by which transformers, compressed-tensors and MLX say that weights are quantised."""
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
 POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 """Modules and buffers with one row for each position: no position beyond their end exists."""
@@ -31,14 +30,13 @@ def read_config(checkpoint: StoredCheckpoint) -> Any:
     """Returns the config; raises CheckpointError unless it is an unquantised decoder's or known encoder's."""
     folder, settings = checkpoint.model_folder, dict(checkpoint.settings)
     path = folder / "config.json"
-    if quantised := _find_quantised(settings):
-        by = "; or give another by --base" if checkpoint.base else ""
+    if quantised := faults.find_quantised(settings)[0]:
+        by = ", or another by --base" if checkpoint.base else ""
         raise CheckpointError(
             f"{folder} is quantised ({quantised}), and only full-precision models can be served",
-            f"give the unquantised checkpoint{by}",
+            f"have it dequantised at loading (--dequantize), or give the unquantised checkpoint{by}",
         )
-    for name in QUANTISED:
-        settings.pop(name, None)  # transformers takes any value, even null, for a quantised model
+    settings = faults.without_quantisation(settings)  # transformers takes any value, even null, for a quantised model
     model_type = settings.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError(f"{path} has no model_type", "copy the config.json that transformers has saved")
@@ -48,7 +46,9 @@ def read_config(checkpoint: StoredCheckpoint) -> Any:
         if "auto_map" in settings:
             why, remedy = (
                 "brings its own Python code, which is never run",
-                "wrap it in a function and serve module:function",
+                "`guerdon convert` it to Llama's layout"
+                if model_type == internlm2.MODEL_TYPE
+                else "wrap it in a function and serve module:function",
             )
         else:
             why = "is of a type that the installed transformers does not know"
@@ -99,14 +99,6 @@ def check_generates(checkpoint: StoredCheckpoint, config: Any) -> None:
             f"{checkpoint.folder} holds a {architecture}, which has a head for rewards and none for the next token",
             NO_LANGUAGE_MODEL,
         )
-
-
-def _find_quantised(settings: dict[str, Any]) -> str:
-    """Returns the method by which the config, or a config inside it, says that weights are quantised, else ""."""
-    for name in QUANTISED:
-        if own := settings.get(name):  # null and {} mean none
-            return str(own.get("quant_method", name)) if isinstance(own, dict) else name
-    return next(filter(None, (_find_quantised(part) for part in settings.values() if isinstance(part, dict))), "")
 
 
 def find_max_length(asked: int | None, trunk: Any) -> int | None:

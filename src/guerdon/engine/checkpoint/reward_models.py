@@ -7,6 +7,7 @@ import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +15,22 @@ from torch import nn
 
 from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import ALONE, Ranks
+from guerdon.engine import low_rank
 from guerdon.engine.checkpoint.decoders import load_decoder
 from guerdon.engine.checkpoint.encoders import SEQUENCE_HEADS, load_encoder
 from guerdon.engine.checkpoint.language_models import load_token_head
-from guerdon.engine.checkpoint.loading import loading_on, place
-from guerdon.engine.checkpoint.model_config import find_eos, find_max_length, find_own_pad, find_pad
+from guerdon.engine.checkpoint.loading import Loading, loading_on, place
+from guerdon.engine.checkpoint.merging import read_apart
+from guerdon.engine.checkpoint.model_config import find_eos, find_max_length, find_own_pad, find_pad, read_config
 from guerdon.engine.checkpoint.placement import dtype_name
-from guerdon.engine.checkpoint.stored import StoredCheckpoint
+from guerdon.engine.checkpoint.stored import (
+    ADAPTER_CONFIG,
+    StoredCheckpoint,
+    digest_of,
+    find_folder,
+    joined,
+    open_checkpoint,
+)
 from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.engine.checkpoint.weights import LoadedTrunk, ModelParts
 from guerdon.engine.fsdp import fsdp_of
@@ -68,42 +78,108 @@ def load_reward_model(
         opened = loading.open(config, device, moment_bytes, for_text=config.reward is not None)
         checkpoint, model_config, device, dtype = opened
         encoder = TextEncoder.load(checkpoint.text_folder, warns=ranks.is_leader, rendering=config)
-        causal = model_config.model_type not in SEQUENCE_HEADS
         if config.reward is not None:
             parts = load_token_head(config, checkpoint, model_config, dtype, device, ranks, encoder)
         else:
-            parts = (load_decoder if causal else load_encoder)(checkpoint, model_config, dtype, ranks)
-        eos_token_id = find_eos(model_config, encoder)
-        vocab_size = parts.trunk.get_input_embeddings().num_embeddings
-        head = _head(config, checkpoint, parts, encoder, eos_token_id, find_own_pad(model_config, vocab_size))
-        trunk = place(parts.trunk, device, ranks).eval()
-        trunk.config.use_cache = False
-        version = loading.weights_version(checkpoint, config.model)
-        info = describe(config, version, parts, encoder, eos_token_id, dtype, device, head)
-        loaded = LoadedModel(
-            trunk=trunk,
-            head=head.to(device),
-            encoder=encoder,
-            causal=causal,
-            info=info,
-            origin=checkpoint.origin,
-            pad_token_id=find_pad(model_config, encoder, vocab_size),
-            config=config,
-            ranks=ranks,
-            fsdp=fsdp_of(trunk, ranks),
-            summed_over_tensor_ranks=getattr(trunk, "summed_over_tensor_ranks", frozenset()),
-        )
-    own = getattr(trunk.config.get_text_config(), "eos_token_id", None)
-    is_eos = head.pad_token_id in {eos_token_id, *(own if isinstance(own, list) else [own])}
-    if ranks.is_leader and not trains and config.pooling == "auto" and head.pooling == "last_non_pad" and is_eos:
+            load = load_encoder if model_config.model_type in SEQUENCE_HEADS else load_decoder
+            parts = load(checkpoint, model_config, dtype, ranks)
+        loaded = _assemble(loading, config, opened, parts, encoder, ranks, trains=trains)
+    if ranks.is_leader and not trains:
+        _warn_of_pad(loaded)
+    return loaded
+
+
+def load_adapters(config: ModelConfig, ranks: Ranks = ALONE) -> list[LoadedModel]:
+    """Collective; loads the base model `config.model` once, and a model for each of `config.adapters` over it.
+
+    All have the same trunk, which reads the ids of the i-th as `i * vocab_size` more (see `low_rank`). Raises as
+    `load_reward_model` and `read_apart`, and CheckpointError for an encoder.
+    """
+    ranks, models = ranks.frozen(), []
+    with loading_on(ranks) as loading:
+        opened = loading.open(config, None, None, for_text=config.reward is not None)
+        base, model_config, device, dtype = opened
+        if model_config.model_type in SEQUENCE_HEADS or ranks.is_sharded:
+            why = "ranks share its weights" if ranks.is_sharded else "it is an encoder"
+            raise CheckpointError(f"adapters cannot share {config.model}: {why}", "list each as a model of its own")
+        encoders: dict[Path, TextEncoder | None] = {}
+        parts: ModelParts | None = None
+        layers = []
+        for own in config.adapted():
+            apart = read_apart(_open_over(base, own), base)
+            folder = apart.model.text_folder
+            if folder not in encoders:
+                encoders[folder] = TextEncoder.load(folder, warns=ranks.is_leader, rendering=own)
+            encoder, own_config = encoders[folder], read_config(apart.model)
+            if config.reward is None:
+                parts = load_decoder(apart.model, own_config, dtype, trunk=None if parts is None else parts.trunk)
+            elif parts is None:
+                parts = load_token_head(config, base, model_config, dtype, device, ranks, encoder)
+            layers.append(apart.layers)
+            loading.compare(apart.model, dtype, own)
+            made = _assemble(loading, own, (apart.model, own_config, device, dtype), parts, encoder, ranks)
+            made.info = dataclasses.replace(made.info, shared_base=config.model)
+            models.append(made)
+        low_rank.install(models[0].trunk, layers, [own.model for own in config.adapted()])
+    return models
+
+
+def _open_over(base: StoredCheckpoint, config: ModelConfig) -> StoredCheckpoint:
+    """Opens an adapter over a base model that is open already."""
+    if not (find_folder(config.model, config.revision) / ADAPTER_CONFIG).exists():
+        raise CheckpointError(f"{config.model} stands under adapters, and is none", "list it as a model of its own")
+    opened = open_checkpoint(config.model, config.revision, str(base.folder))
+    assert opened.adapter is not None
+    return dataclasses.replace(opened, adapter=dataclasses.replace(opened.adapter, base=base))
+
+
+def _assemble(
+    loading: Loading,
+    config: ModelConfig,
+    opened: tuple[StoredCheckpoint, Any, torch.device, torch.dtype],
+    parts: ModelParts,
+    encoder: TextEncoder | None,
+    ranks: Ranks,
+    *,
+    trains: bool = False,
+) -> LoadedModel:
+    """Puts the parts of a model on its device, and describes it; its version changes with what its scores mean."""
+    checkpoint, model_config, device, dtype = opened
+    eos_token_id = find_eos(model_config, encoder)
+    vocab_size = parts.trunk.get_input_embeddings().num_embeddings
+    head = _head(config, checkpoint, parts, encoder, eos_token_id, find_own_pad(model_config, vocab_size))
+    trunk = place(parts.trunk, device, ranks).eval()
+    trunk.config.use_cache = False
+    version = loading.weights_version(checkpoint, config.model)
+    if not trains and (meaning := config.meaning()):  # a critic's store compares settings by itself
+        version = joined(version, digest_of(meaning))
+    return LoadedModel(
+        trunk=trunk,
+        head=head.to(device),
+        encoder=encoder,
+        causal=model_config.model_type not in SEQUENCE_HEADS,
+        info=describe(config, version, parts, encoder, eos_token_id, dtype, device, head),
+        origin=checkpoint.origin,
+        pad_token_id=find_pad(model_config, encoder, vocab_size),
+        config=config,
+        ranks=ranks,
+        fsdp=fsdp_of(trunk, ranks),
+        summed_over_tensor_ranks=getattr(trunk, "summed_over_tensor_ranks", frozenset()),
+    )
+
+
+def _warn_of_pad(loaded: LoadedModel) -> None:
+    """Warns if transformers' rule reads the reward before a final EOS."""
+    config, head, own = loaded.config, loaded.head, getattr(loaded.trunk.config.get_text_config(), "eos_token_id", None)
+    is_eos = head.pad_token_id in {head.eos_token_id, *(own if isinstance(own, list) else [own])}
+    if config.pooling == "auto" and head.pooling == "last_non_pad" and is_eos:
         log.warning(
             "%s: the pad token of %s is an EOS (%d), so the reward of a sequence that ends in it is read before it, "
             "as transformers does; --pooling last reads it at the EOS",
-            info.name,
+            loaded.info.name,
             config.model,
             head.pad_token_id,
         )
-    return loaded
 
 
 def _head(
@@ -236,6 +312,7 @@ def describe(
         outputs.append("step_rewards" if parts.is_process_reward else "values")
     labels = parts.trunk.config.id2label or {}
     steps = head.steps
+    is_special = bool(steps and steps.separator_ids and encoder and encoder.is_added(steps.separator_ids[0]))
     reads_pairs = encoder is not None and parts.trunk.config.model_type in SEQUENCE_HEADS
     return ModelInfo(
         name=config.name,
@@ -259,6 +336,8 @@ def describe(
         pooling=head.rule,
         step_rule="" if steps is None else str(steps),
         step_separator_ids=() if steps is None else steps.separator_ids,
+        # TRL and Skywork tokenise each step by itself; cards that read logits, and special tokens, whole texts.
+        splits_at=steps.separator if steps and encoder and not (config.reward or is_special) else "",
         gate_ids=parts.gate_ids,
         vocabulary="" if encoder is None else encoder.all_tokens_digest(),
         tokenizer="" if encoder is None else encoder.identity(),

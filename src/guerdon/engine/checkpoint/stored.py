@@ -130,7 +130,7 @@ class StoredCheckpoint:
         self.start_hashing()
         assert self._digests is not None
         own = self.files.version(self.digested, self._digests.result())
-        return own if self.base is None else _joined(self.base.version, own)
+        return own if self.base is None else joined(self.base.version, own)
 
     def read(self, name: str) -> torch.Tensor:
         """Returns one tensor as float32 on the CPU."""
@@ -141,7 +141,7 @@ class StoredCheckpoint:
         sample = self.files.sample(self.digested)
         if self.base is not None:
             self.base.check_unchanged()
-            sample = _joined(self.base.sample, sample)
+            sample = joined(self.base.sample, sample)
         is_same = find_files(self.folder) == self.files and sample == self.sample
         if is_same and self._digests is not None:  # files changed within the last seconds are hashed again
             is_same = self._digests.result() == digest_files(self.files.weights).result()
@@ -184,7 +184,8 @@ class StoredAdapter:
         return f"{kind}, rank {rank}" if rank else str(kind)
 
 
-def _joined(base: str, own: str) -> str:
+def joined(base: str, own: str) -> str:
+    """Returns 16 hex digits that change with both."""
     return hashlib.blake2b(f"{base}+{own}".encode(), digest_size=8).hexdigest()
 
 
@@ -281,7 +282,7 @@ def open_checkpoint(
     files = find_files(folder)
     settings = read_settings(folder / "config.json")
     sample = files.sample(settings)
-    tensors = _open_files(files.weights)
+    tensors = _open_files(files.weights, may_be_quantised=bool(faults.find_quantised(settings)[0]))
     faults.check_merged(folder, tensors)
     return StoredCheckpoint(folder, settings, tensors, sample, files, settings)
 
@@ -315,7 +316,7 @@ def _open_adapter(folder: Path, base: str | None, above: tuple[Path, ...]) -> St
         ) from e
     digested = {name: value for name, value in settings.items() if name not in _NOT_DIGESTED}
     digested |= {name: facts[name] for name in ("mean", "std") if name in facts}
-    sample = _joined(under.sample, files.sample(digested))
+    sample = joined(under.sample, files.sample(digested))
     adapter = StoredAdapter(settings, tensors, under, head, facts)
     return StoredCheckpoint(folder, under.settings, under.tensors, sample, files, digested, adapter)
 
@@ -324,14 +325,14 @@ def _of_llama_factory(name: str) -> bool:
     return name.startswith("v_head.")
 
 
-def _open_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:
+def _open_files(paths: Iterable[Path], *, may_be_quantised: bool = False) -> dict[str, StoredTensor]:
     """Returns the tensors of all files by their names without wrappers; raises CheckpointError for a strange one."""
     tensors: dict[str, StoredTensor] = {}
     places: dict[str, str] = {}
     for path in paths:
         opened = open_safetensors(path) if path.suffix == ".safetensors" else _open_torch(path)
         for stored_name, tensor in opened.items():
-            faults.check_tensor(path, stored_name, tensor.shape, tensor.is_float)
+            faults.check_tensor(path, stored_name, tensor.shape, tensor.is_float or may_be_quantised)
             name = faults.without_wrappers(stored_name)
             place = f"{stored_name} in {path.name}"
             if name in tensors:

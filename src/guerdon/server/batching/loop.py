@@ -56,7 +56,7 @@ class Loop:
     ) -> None:
         self._group = group
         self._schedulers = dict(schedulers)
-        self._turn = list(schedulers)
+        self._turn = list({scheduler: name for name, scheduler in reversed(schedulers.items())}.values())[::-1]
         self._deliver = deliver
         self._metrics = metrics
         self._on_crash = on_crash

@@ -113,4 +113,4 @@ def shared_tokens(members: list[tuple[Job, int, int]]) -> int:
 
 def _key(s: Sequence) -> Hashable:
     """Returns the first tokens, and the sender's group if given; two senders may both count theirs from 0."""
-    return (s.tokens[:MIN_SHARED].tobytes(), s.group) if s.text is None else id(s)
+    return (s.tokens[:MIN_SHARED].tobytes(), s.group, s.adapter) if s.text is None else id(s)
