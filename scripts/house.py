@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 58_172,
-    "files of src": 317,
-    "lines of tests": 77_959,
-    "modules with one importer": 70,
-    "private functions that one place calls": 563,
+    "lines of src": 59_130,
+    "files of src": 321,
+    "lines of tests": 78_789,
+    "modules with one importer": 71,
+    "private functions that one place calls": 573,
     "imports, % of the lines": 7.0,
     "public classes with two homes": 0,
     "places outside of kinds/ that ask for the kind": 10,
