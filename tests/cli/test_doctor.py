@@ -368,6 +368,7 @@ def findings(folder: Path) -> dict[str, Finding]:
 def test_a_reward_model(tmp_path: Path) -> None:
     found = findings(zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "model")))
     levels = dict.fromkeys(["", "path", "proved", "tokenizer", "endings", "reward", "memory"], "ok")
+    levels |= {} if find()[0] else {"bits": "note"}
     assert {subject: finding.level for subject, finding in found.items()} == {**levels, "endings, differences": "note"}
     assert repr("</s>\n") in found["endings"].text and "TRL" in found["endings"].text
     assert "decoder (llama), outputs rewards" in found[""].text

@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as dcp
 
 import zoo
 from guerdon.core import Sequence
-from guerdon.engine.checkpoint import faults
+from guerdon.engine.checkpoint import faults, stored
 from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.engine.checkpoint.reward_models import load_reward_model
 from guerdon.engine.engine import Engine
@@ -227,6 +227,16 @@ def test_a_truncated_torch_file(tmp_path: Path, keep: int, legacy: bool) -> None
     path.write_bytes(path.read_bytes()[:keep])
     error = refused(folder)
     assert f"{path} is truncated" in str(error) and "again" in error.help
+
+
+def test_a_torch_file_cut_at_any_byte(tmp_path: Path) -> None:
+    path, tensors = tmp_path / "pytorch_model.bin", {f"layers.{i}.weight": torch.ones(5, 3) for i in range(3)}
+    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+    whole = path.read_bytes()
+    for keep in range(4, len(whole)):
+        path.write_bytes(whole[:keep])
+        with pytest.raises(CheckpointError, match="is truncated"):
+            stored.open_torch(path)
 
 
 @pytest.mark.parametrize("wrapped", [{"state_dict": {}, "epoch": 3}, {"module": {}, "ds_version": "0.18"}, [1, 2]])

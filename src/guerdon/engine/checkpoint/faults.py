@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -199,17 +200,22 @@ def unreadable_torch(path: Path, error: Exception) -> CheckpointError:
     reason = str(error)
     if "torch.distributed" in reason or "DTensor" in reason:
         return _sharded(path)
-    if found := re.search(r"GLOBAL ([\w.]+)", reason):
+    with path.open("rb") as file:
+        is_zip = file.read(4) == b"PK\x03\x04"
+        file.seek(-min(path.stat().st_size, 1000), os.SEEK_END)
+        end = file.read().replace(b"\n", b".")
+    # A file may end amid the name of a class, which stands in two lines.
+    if (found := re.search(r"GLOBAL ([\w.]+)", reason)) and not end.rstrip(b".").endswith(
+        found[1].rstrip(".").encode()
+    ):
         return CheckpointError(
             f"{path} holds a Python object ({found[1]}), and objects are never loaded",
             "save the state dict alone, as model.safetensors",
         )
-    with path.open("rb") as file:
-        is_zip = file.read(4) == b"PK\x03\x04"
-    is_cut = isinstance(error, EOFError) or any(
+    is_cut = isinstance(error, EOFError | IndexError | struct.error) or any(
         part in reason for part in ("truncated", "unexpected EOF", "Ran out of")
     )
-    if is_cut or (is_zip and not zipfile.is_zipfile(path)):
+    if found or is_cut or (is_zip and not zipfile.is_zipfile(path)):
         return CheckpointError(f"{path} is truncated", COPY)
     what = (
         "no file of tensors" if isinstance(error, pickle.UnpicklingError | RuntimeError | ValueError) else "unreadable"

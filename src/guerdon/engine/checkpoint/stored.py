@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 import re
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -330,7 +329,7 @@ def _open_files(paths: Iterable[Path], *, may_be_quantised: bool = False) -> dic
     tensors: dict[str, StoredTensor] = {}
     places: dict[str, str] = {}
     for path in paths:
-        opened = open_safetensors(path) if path.suffix == ".safetensors" else _open_torch(path)
+        opened = open_safetensors(path) if path.suffix == ".safetensors" else open_torch(path)
         for stored_name, tensor in opened.items():
             faults.check_tensor(path, stored_name, tensor.shape, tensor.is_float or may_be_quantised)
             name = faults.without_wrappers(stored_name)
@@ -465,13 +464,16 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-def _open_torch(path: Path) -> dict[str, StoredTensor]:
+def open_torch(path: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of a file of `torch.save`, of the older form too; raises CheckpointError."""
     with path.open("rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"
     try:
         # Only the zip format can be mapped; weights_only makes pickle refuse everything but tensors.
         data = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as e:
+    except (
+        Exception
+    ) as e:  # torch's reader of damaged bytes raises what they lead to: IndexError, KeyError, AssertionError
         raise faults.unreadable_torch(path, e) from e
     faults.check_state_dict(path, data)
     return {name: stored_tensor(tensor) for name, tensor in data.items()}
