@@ -204,10 +204,9 @@ def unreadable_torch(path: Path, error: Exception) -> CheckpointError:
         is_zip = file.read(4) == b"PK\x03\x04"
         file.seek(-min(path.stat().st_size, 1000), os.SEEK_END)
         end = file.read().replace(b"\n", b".")
-    # A file may end amid the name of a class, which stands in two lines.
-    if (found := re.search(r"GLOBAL ([\w.]+)", reason)) and not end.rstrip(b".").endswith(
-        found[1].rstrip(".").encode()
-    ):
+    found = re.search(r"GLOBAL ([\w.]+)", reason)
+    # A file may end amid the name of a class, which stands in two lines and is told without its last letter then.
+    if found and (name := found[1].rstrip(".").encode()) not in end[-len(name) - 3 :]:
         return CheckpointError(
             f"{path} holds a Python object ({found[1]}), and objects are never loaded",
             "save the state dict alone, as model.safetensors",
