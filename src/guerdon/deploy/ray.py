@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -141,6 +141,8 @@ class Replica(serve.ingress(_DeferredApp())(_IngressBase)):  # type: ignore[misc
 class _ReadOnlyRepository(Repository):
     """Refuses to load and unload, which would reach only one replica."""
 
+    _requests_wait = False
+
     def __init__(self) -> None:
         pass
 
@@ -151,6 +153,9 @@ class _ReadOnlyRepository(Repository):
     async def unload(self, name: str, client: str = "") -> None:
         """Raises Unsupported."""
         raise Unsupported("one replica of several cannot unload a model; redeploy the application without it")
+
+    async def _for_each(self, *_: Any) -> NoReturn:
+        raise Unsupported("one replica of several cannot sleep or wake; let Ray Serve scale the application")
 
 
 def _settings(config: ServerConfig | dict[str, Any] | str | Path) -> ServerConfig:

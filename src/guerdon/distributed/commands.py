@@ -21,7 +21,7 @@ class ServedScorer(Protocol):
 
     One that `takes_all` gets all sequences on every rank and splits them itself; rank 0's results count. One that runs
     by several paths also has `score_plainly`, which scores by the plain forward, and `leave_path`, which makes that the
-    only one. One that can be unloaded has `discard`, which frees its memory.
+    only one. One that can be unloaded has `discard`, which frees its memory, and a checkpoint's `sleep` and `wake_up`.
     """
 
     info: ModelInfo
@@ -102,7 +102,8 @@ class Worker:
         """Does this rank's part of a command.
 
         Returns a Scored for FORWARD, a TrainReport for TRAIN and VALIDATE, and on rank 0 the loaded scorer for a
-        scorer's LOAD, and the request with what was estimated for ESTIMATE.
+        scorer's LOAD, the request with what was estimated for ESTIMATE, and the bytes of a scorer's weights for OFFLOAD
+        and UNLOAD.
         """
         name = command.model
         match command.signal:
@@ -125,12 +126,17 @@ class Worker:
                 assert self._load is not None
                 self._beside[name] = made = self._load(name, command.folder)
                 return made if self._ranks.is_leader else None
+            case Signal.OFFLOAD | Signal.ONLOAD if name not in self._trainers:
+                resting: Any = self._scorers[name]
+                num_bytes = resting.sleep() if command.signal is Signal.OFFLOAD else resting.wake_up()
+                memory.release()
+                return num_bytes
             case Signal.LEAVE_PATH:
                 self._scorers[name].leave_path(command.why)  # type: ignore[attr-defined]
             case Signal.SWITCH:
                 self._switch(name)
             case Signal.UNLOAD:
-                self._discard(self._scorers.pop(name, None))
+                return self._discard(self._scorers.pop(name, None))
             case Signal.RELEASE:
                 self._beside.pop(name, None)
                 memory.release()
@@ -170,10 +176,9 @@ class Worker:
             if made.watch(self._tick):
                 self._ticking.add(name)
 
-    def _discard(self, scorer: Any) -> None:
+    def _discard(self, scorer: Any) -> Any:
         # Its modules reference each other, and those loaded at the start are frozen out of garbage collection.
-        if scorer is not None:
-            scorer.discard()
+        return 0 if scorer is None else scorer.discard()
 
     def merge(self, command: Command, parts: list[Any]) -> Any:
         """Returns a FORWARD's results in the order of its sequences, for all else the first rank's part."""

@@ -14,7 +14,6 @@ from guerdon.core import Score, Sequence
 from guerdon.engine.checkpoint.reward_models import LoadedModel
 from guerdon.engine.forward import Forward, HiddenStates
 from guerdon.engine.heads import Outputs
-from guerdon.engine.layers import free_weights
 from guerdon.engine.microbatches import MicroBatch, deduplicate, typed
 from guerdon.engine.self_check import check_finite, choose_path
 from guerdon.errors import ConfigError, SampleFailed
@@ -132,20 +131,6 @@ class Engine(Forward):
                 read[i] = states.gather(i)[position]
         return read
 
-    # ------------------------------------------------------------------------------------- where the weights are
-
-    def offload(self) -> None:
-        """Moves the weights to the host's memory; nothing may be computed until `onload`."""
-        self._fsdp.reset()
-        self.trunk.to("cpu")
-        self.head.to("cpu")
-        torch.cuda.empty_cache()
-
-    def onload(self) -> None:
-        """Moves the weights back to the device; if it raises, some may be there until `offload`."""
-        self.trunk.to(self.device)
-        self.head.to(self.device)
-
-    def discard(self) -> None:
-        """Frees the weights, even if something else refers to the model; nothing can be computed any more."""
-        free_weights(self.trunk, self.head)
+    def parts(self) -> tuple[torch.nn.Module, ...]:
+        """Returns trunk and head."""
+        return self.trunk, self.head

@@ -13,6 +13,7 @@ from guerdon.core import ModelInfo
 from guerdon.distributed.ranks import Ranks
 from guerdon.engine import onednn
 from guerdon.engine.microbatches import LengthClasses
+from guerdon.engine.resting import Resting
 from guerdon.errors import GuerdonError, RanksLost, describe, is_out_of_memory
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ OTHER_BITS = "bits may change with the batch"
 """What a start on a CPU proves of a row's bits."""
 
 
-class Fallback:
+class Fallback(Resting):
     """The policy of `Forward` for its path."""
 
     trunk: Any

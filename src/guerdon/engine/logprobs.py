@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from guerdon.engine.checkpoint.language_models import LoadedPolicy
@@ -39,6 +39,10 @@ class LanguageEngine(Forward):
         self.head, self._model = loaded.head, loaded.model
         super().__init__(loaded)
         choose_path(self, loaded, reads_last=reads_last)
+
+    def parts(self) -> tuple[nn.Module, ...]:
+        """Returns the whole model."""
+        return (self._model,)
 
     def seen(self, rows: list[np.ndarray], path: str) -> list[np.ndarray]:
         """Returns the rows without their last token, whose state nobody reads, if the path allows it.

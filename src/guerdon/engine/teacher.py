@@ -25,7 +25,6 @@ from guerdon.engine.checkpoint.language_models import LoadedPolicy
 from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.engine.forward import HiddenStates
 from guerdon.engine.heads import LOGITS, export_head
-from guerdon.engine.layers import free_weights
 from guerdon.engine.logprobs import LanguageEngine, entropies_of, row_slices, scale
 from guerdon.engine.microbatches import deduplicate
 from guerdon.engine.self_check import check_finite
@@ -111,9 +110,11 @@ class TeacherEngine(LanguageEngine):
                 self._head_file = export_head(self._model, self.head, info.name, info.weights_version)
             return self._head_file
 
-    def discard(self) -> None:
-        """Frees the weights, even if something else refers to the model; nothing can be computed any more."""
-        free_weights(self._model)
+    def sleep(self) -> int:
+        """As `Resting.sleep`; the output head's file, which holds its weights, is made again after it."""
+        with self._exporting:
+            self._head_file = None
+        return super().sleep()
 
     def _read(self, states: HiddenStates, form: _Form, asked: list[_Asked]) -> _Part:
         """Returns the sequences' answers from one micro-batch's states, still on the device."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, field
 
 from guerdon.core import SHARING, ModelInfo
 from guerdon.critic_core import OperationInfo
@@ -27,12 +29,29 @@ def batch_limits(model: ServedModelConfig, served: Served, num_parts: int) -> Li
     )
 
 
+RETRY_AFTER_S = 5.0
+"""When to ask a sleeping model again: trainers sleep models for a step."""
+
+
+@dataclass(slots=True, eq=False)
+class Sleep:
+    """A model's sleep, of vLLM's `level`: until it is `over`, `requests_wait` or are refused."""
+
+    level: int
+    requests_wait: bool
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class Entry:
-    """One model's name: its settings, and the model that serves under it; `served` is None while unloaded."""
+    """One model's name: its settings, and the model that serves under it; `served` is None while unloaded.
+
+    `sleep` is set from when a sleep is decided until the model is awake.
+    """
 
     def __init__(self, config: ServedModelConfig, served: Served) -> None:
         self.config = config
         self.served: Served | None = served
+        self.sleep: Sleep | None = None
         self._last = served.info
 
     @property
@@ -44,12 +63,39 @@ class Entry:
         """Puts another model in place, or none."""
         self._last = self.info if served is None else served.info
         self.config, self.served = config, served
+        if served is not None:
+            self.wake()
 
     def loaded(self) -> Served:
         """Returns the model that serves; raises Unavailable if there is none."""
         if self.served is None:
-            raise Unavailable(f"{self.info.name} is unloaded; an admin may load it")
+            raise self.asleep() if self.sleep else Unavailable(f"{self.info.name} is unloaded; an admin may load it")
         return self.served
+
+    def check_serves(self) -> None:
+        """Raises Unavailable unless requests are answered, or wait until they are."""
+        if self.sleep is None:
+            self.loaded()
+        elif not self.sleep.requests_wait:
+            raise self.asleep()
+
+    async def awake(self) -> None:
+        """Waits until the model is awake; raises Unavailable if requests do not wait. Suspends only while it sleeps."""
+        while self.sleep is not None:
+            self.check_serves()
+            await self.sleep.over.wait()
+
+    def wake(self) -> None:
+        """Ends the sleep, if there is one."""
+        if self.sleep is not None:
+            self.sleep.over.set()
+            self.sleep = None
+
+    def asleep(self) -> Unavailable:
+        """Returns the error for requests that do not wait."""
+        error = Unavailable(f"{self.info.name} is asleep until POST /wake_up")
+        error.retry_after_s = RETRY_AFTER_S
+        return error
 
 
 class Catalog:
@@ -96,8 +142,9 @@ class Catalog:
         return [info for info in self.infos() if self.is_loaded(info.name)]
 
     def is_loaded(self, name: str) -> bool:
-        """Whether the model or operation of that name is not unloaded."""
-        return name not in self.entries or self.entries[name].served is not None
+        """Whether the model or operation of that name is neither unloaded nor asleep."""
+        entry = self.entries.get(name)
+        return entry is None or (entry.served is not None and entry.sleep is None)
 
     def tokenizer(self, name: str) -> Tokenizer | None:
         """Returns the model's tokenizer; None if it has none, if it is unloaded, and for a sum."""

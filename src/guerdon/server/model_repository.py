@@ -1,4 +1,4 @@
-"""Hot swap: loads another checkpoint under a model's name while the server runs, and unloads models.
+"""Hot swap: loads another checkpoint under a model's name while the server runs; unloads models, or lets them sleep.
 
 The new checkpoint is loaded beside the one that serves. Once it is complete, has passed the self-checks and has the
 same signature, the two change places between two batches: requests accepted before are scored by the old weights, later
@@ -8,14 +8,16 @@ ones by the new, and no reply mixes both.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -37,11 +39,13 @@ from guerdon.kinds.kind import Served
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.batching.loops import Loops
 from guerdon.server.batching.orders import Order
-from guerdon.server.catalog import Catalog, Entry
+from guerdon.server.catalog import Catalog, Entry, Sleep
 from guerdon.server.logs import failure
 from guerdon.settings.config import ServedModelConfig, ServerConfig
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _AGAIN_S = 5.0
 """When to ask again about a model that is being changed."""
@@ -83,9 +87,10 @@ class Repository:
         self._root = None if config.model_repository is None else Path(config.model_repository)
         self._limits = limits
         self._is_alone = is_alone
+        self._requests_wait = config.while_asleep == "wait"
         self._changing: set[str] = set()
         self._one = asyncio.Lock()
-        self._tasks: set[asyncio.Task[str]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def load(self, name: str, source: str | None, client: str = "") -> str:
         """Loads the checkpoint `source`, None for the current one again; returns the new weights' version.
@@ -109,6 +114,20 @@ class Repository:
             names = ", ".join(made.info.name for made in sums)
             raise InvalidRequest(f"{name} is a component of {names}, which cannot do without it; load another into it")
         await self._run_alone(name, client, lambda: self._unload(name))
+
+    async def sleep(self, name: str, level: int, mode: str, client: str = "") -> dict[str, int]:
+        """Puts the model, without a name every checkpoint, to sleep as vLLM does; returns the freed bytes on rank 0.
+
+        Level 0 pauses, 1 puts the weights away, 2 drops them and will load them again. With the mode `abort` queued
+        requests fail, else they are answered first; after `keep` those that follow wait. A deeper sleep may follow;
+        anything else that a sleeping model already does is a no-op. Raises as `load`, and StorageFailed.
+        """
+        waits = level == 0 or mode == "keep" or self._requests_wait
+        return await self._for_each(name, client, lambda one: self._sleep(one, Sleep(level, waits), mode == "abort"))
+
+    async def wake_up(self, name: str, client: str = "") -> list[str]:
+        """Wakes the model, or all, and returns their names; idempotent. If it raises, one may still be asleep."""
+        return [*await self._for_each(name, client, self._wake_up)]
 
     # -------------------------------------------------------------------------------------------- permission
 
@@ -149,13 +168,13 @@ class Repository:
 
     # ------------------------------------------------------------------------------------------------- work
 
-    async def _run_alone(self, name: str, client: str, work: Callable[[], Awaitable[str]]) -> str:
+    async def _run_alone(self, name: str, client: str, work: Callable[[], Awaitable[T]]) -> T:
         """Runs `work` after all other changes, and to its end even if the caller leaves."""
         if name in self._changing:
             raise Overloaded(f"{name} is being loaded or unloaded; ask again when that is done", _AGAIN_S)
         self._changing.add(name)
 
-        async def do() -> str:
+        async def do() -> T:
             try:
                 async with self._one:  # memory is counted for one model at a time
                     log.info("%s: being changed on request of %r", name, client)
@@ -171,7 +190,7 @@ class Repository:
         task.add_done_callback(self._over)
         return await asyncio.shield(task)
 
-    def _over(self, task: asyncio.Task[str]) -> None:
+    def _over(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # marks it as retrieved: the log has it
@@ -219,8 +238,60 @@ class Repository:
         await self._switch(name, Signal.SWITCH, dataclasses.replace(entry.config, model=folder), made)
         return None
 
+    async def _for_each(self, name: str, client: str, work: Callable[[str], Awaitable[T]]) -> dict[str, T]:
+        names = [name] if name else [one for one in self._catalog.entries if self._has_weights(one)]
+        if not names:
+            raise Unsupported("no model here can sleep: functions have no weights, and a critic has its own offload")
+        done: dict[str, T] = {}
+        for one in names:
+            self._entry(one, "put to sleep")
+            done[one] = await self._run_alone(one, client, functools.partial(work, one))
+        return done
+
+    def _has_weights(self, name: str) -> bool:
+        with contextlib.suppress(Unsupported):
+            return bool(self._entry(name, ""))
+        return False
+
+    async def _sleep(self, name: str, sleep: Sleep, aborts: bool) -> int:
+        entry = self._catalog.entries[name]
+        before = entry.sleep
+        if entry.served is None or (before is not None and before.level >= sleep.level):
+            return 0
+        entry.sleep, num_bytes = sleep, 0
+        if before is not None:
+            before.over.set()  # those who wait for it look at the new one
+        if aborts:
+            self._loops.of[name].abort(name, entry.asleep())
+        try:
+            if sleep.level == 1:
+                num_bytes = await self._in_turn(name, Command(Signal.OFFLOAD, name))
+            elif sleep.level == 2:
+                num_bytes = await self._switch(name, Signal.UNLOAD, entry.config, None)
+        except BaseException:
+            if sleep.level == 1:
+                await self._in_turn(name, Command(Signal.ONLOAD, name))  # other ranks may be asleep
+            entry.wake()
+            raise
+        if sleep.level == 2:
+            await self._release(name)
+        log.info("%s: asleep, level %d, %.1f MiB of weights given back", name, sleep.level, num_bytes / (1 << 20))
+        return num_bytes
+
+    async def _wake_up(self, name: str) -> str:
+        entry = self._catalog.entries[name]
+        if entry.sleep is not None:
+            if entry.sleep.level == 1:
+                await self._in_turn(name, Command(Signal.ONLOAD, name))
+            elif entry.sleep.level == 2:
+                await self._load(name, entry.config.model)
+            entry.wake()
+            log.info("%s: awake", name)
+        return name
+
     async def _unload(self, name: str) -> str:
         entry = self._catalog.entries[name]
+        entry.wake()
         if entry.served is not None:
             try:
                 await self._switch(name, Signal.UNLOAD, entry.config, None)
@@ -229,22 +300,23 @@ class Repository:
             log.info("%s: unloaded", name)
         return entry.info.weights_version
 
-    async def _switch(self, name: str, signal: Signal, config: Any, served: Any) -> None:
+    async def _switch(self, name: str, signal: Signal, config: Any, served: Any) -> Any:
         """Puts another model, or none, in place for requests from now on, after those accepted before."""
         entry = self._catalog.entries[name]
         before = entry.config, entry.served
 
-        def switch(group: Executor) -> None:
-            group.execute(Command(signal, name))
+        def switch(group: Executor) -> Any:
+            result = group.execute(Command(signal, name))
             if served is not None:
                 self._loops.of[name].change(name, self._limits(config, served))
+            return result
 
         order = Order(switch)
         self._loops.of[name].order(name, order, finds_room=True)
         # No await between: the next request queues behind the order.
         self._catalog.put(name, config, served)
         try:
-            await asyncio.wrap_future(order.outcome)
+            return await asyncio.wrap_future(order.outcome)
         except BaseException:
             self._catalog.put(name, *before)
             raise
@@ -259,6 +331,10 @@ class Repository:
         """Runs a command on all ranks, without disturbing a batch."""
         if self._is_alone:
             return await _on_a_thread(lambda: self._group.execute(command))
+        return await self._in_turn(name, command)
+
+    async def _in_turn(self, name: str, command: Command) -> Any:
+        """Runs a command on all ranks between two batches, after the requests so far."""
         order = Order(lambda group: group.execute(command))
         self._loops.of[name].order(name, order, finds_room=True)
         return await asyncio.wrap_future(order.outcome)

@@ -120,6 +120,7 @@ class Service:
         allowed_s = request.timeout_s or (self.timeout_s if critic is None else None)
         try:
             async with asyncio.timeout(allowed_s):
+                await entry.awake()
                 asked = await self.reader.read(entry, request, client)
                 hold(accepted := asked.accepted(), asked.served.info)
                 job = Job(accepted, request.priority, started, client, started + (allowed_s or math.inf))
@@ -127,6 +128,7 @@ class Service:
                     await self.reader.run(client, functools.partial(self.loops.price, name, job))
                 if critic is not None:
                     await critic.wait_for_turn()
+                await entry.awake()
                 if accepted:
                     job.owner, job.traced = asyncio.get_running_loop().create_future(), tracing.part(name)
                     self.loops.of[name].submit(name, job)
@@ -197,7 +199,7 @@ class Service:
         """
         made, num_tokens = self.catalog.sums.get(name), num_bytes // _BYTES_A_TOKEN
         for component in (name,) if made is None else made.components:
-            self.catalog.entry(component).loaded()
+            self.catalog.entry(component).check_serves()
             self.loops.of[component].check_room(component, 1, num_tokens, client, seconds_left)
 
     async def call(

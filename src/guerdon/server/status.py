@@ -58,7 +58,8 @@ def repository_index(service: Service, only_ready: bool) -> list[IndexEntry]:
         can_be_asked = is_ready(service, info.name)
         if can_be_asked or not only_ready:
             state: Literal["READY", "UNAVAILABLE"] = "READY" if can_be_asked else "UNAVAILABLE"
-            reason = "" if service.catalog.is_loaded(info.name) else "unloaded"
+            entry = service.catalog.entries.get(info.name)
+            reason = "" if service.catalog.is_loaded(info.name) else "asleep" if entry and entry.sleep else "unloaded"
             index.append({"name": info.name, "version": MODEL_VERSION, "state": state, "reason": reason})
     return index
 

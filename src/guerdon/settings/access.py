@@ -22,7 +22,7 @@ class Role(IntEnum):
     SCORE = 1
     """Score, and read metadata and metrics."""
     TRAIN = 2
-    """Train, validate, save, load, offload and onload a critic."""
+    """Train, validate, save, load, offload and onload a critic; put models to sleep."""
     ADMIN = 3
     """Load and unload reward models."""
 

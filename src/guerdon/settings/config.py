@@ -530,6 +530,9 @@ class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig, DashboardConfig):
         most=65_535,
     )
     model_repository: str | None = setting(None, "Folder of checkpoints that admins may load while the server runs.")
+    while_asleep: Literal["refuse", "wait"] = setting(
+        "refuse", "What requests to a sleeping model do: get status 503 with Retry-After, or wait until it wakes up."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Lowest level that is logged to stderr.")
     log_format: Literal["text", "json"] = setting("text", "Format of the logs and of console output.")
     traces: str | None = setting(

@@ -12,7 +12,17 @@ import numpy as np
 from guerdon.core import ModelInfo
 from guerdon.critic_core import OperationInfo
 from guerdon.wire import kserve, signature
-from guerdon.wire.forms import ALL_FORMS, ANSWERS, TOKEN_FORMS, openai, page_bodies, tei, tokens, triton_repository
+from guerdon.wire.forms import (
+    ALL_FORMS,
+    ANSWERS,
+    TOKEN_FORMS,
+    openai,
+    page_bodies,
+    tei,
+    tokens,
+    triton_repository,
+    vllm_control,
+)
 from guerdon.wire.forms.form import Form, Url
 from guerdon.wire.forms.gym import Answer
 from guerdon.wire.schema import inputs_of, outputs_of, table
@@ -65,7 +75,8 @@ _TYPES: list[Any] = list(
             *(page_bodies.TrialBody, page_bodies.TrialReply, page_bodies.Extremes, page_bodies.Snapshot),
             *(kind for form in ALL_FORMS.values() for kind in (*form.bodies, form.url, *form.replies, form.error)),
             *(kind for form in TOKEN_FORMS.values() for kind in (*form.bodies, form.url, *form.replies)),
-            tokens.InfoReply,
+            *(vllm_control.SleepUrl, vllm_control.WakeUrl, vllm_control.SleepReply, vllm_control.WakeReply),
+            *(vllm_control.IsSleepingReply, tokens.InfoReply),
             *(kind for answer in ANSWERS.values() for kind in (answer.body, answer.reply) if kind is not None),
         ]
     )
@@ -112,7 +123,7 @@ def document(
     sections = {
         "KServe v2": _kserve(models),
         "Forms of other servers": forms | answers | _tokens(scored) | _openai(scored),
-        "Swapping models": _repository(scored),
+        "Swapping models": _repository(scored) | _control(scored),
         "Observing": _health() | {"/metrics": metrics, "/openapi.json": own},
         "Pages": _page(scored) if has_page else {},
     }
@@ -205,6 +216,19 @@ def _repository(names: list[str]) -> dict[str, Any]:
         one + "unload": _path(
             _WRITE, f"Stops serving it; {_ADMIN}", unloaded, parameters=where, body=unload, needs_body=False
         ),
+    }
+
+
+def _control(names: list[str]) -> dict[str, Any]:
+    trains = "needs a key of the role train"
+    sleep, wake, told = (
+        _ok(_JSON, kind) for kind in (vllm_control.SleepReply, vllm_control.WakeReply, vllm_control.IsSleepingReply)
+    )
+    of_sleep, of_wake = (_in_url(url, names) for url in (vllm_control.SleepUrl, vllm_control.WakeUrl))
+    return {
+        "/sleep": _path(_WRITE, f"Gives models' memory back until they wake up; {trains}", sleep, of_sleep),
+        "/wake_up": _path(_WRITE, f"Wakes models up; {trains}", wake, of_wake),
+        "/is_sleeping": _path(_READ, "Which models sleep", told, _in_url(Url, names)),
     }
 
 

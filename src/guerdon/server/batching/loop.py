@@ -106,6 +106,12 @@ class Loop:
         with self._wake:
             self._schedulers[model].cancel(job)
 
+    def abort(self, model: str, error: GuerdonError) -> None:
+        """Fails the jobs and orders of a model that have not started."""
+        with self._wake:
+            dropped = self._schedulers[model].drop_all()
+        self._fail(error, *dropped)
+
     def check_room(
         self, model: str, num_sequences: int, num_tokens: int = 0, client: str = "", seconds_left: float = math.inf
     ) -> None:

@@ -54,7 +54,7 @@ from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import ServerConfig
 from guerdon.wire import bodies, kserve, openapi, signature
-from guerdon.wire.forms import ALL_FORMS, ANSWERS, TOKEN_FORMS, openai, tei, tokens, triton_repository
+from guerdon.wire.forms import ALL_FORMS, ANSWERS, TOKEN_FORMS, openai, tei, tokens, triton_repository, vllm_control
 from guerdon.wire.forms.form import Url
 from guerdon.wire.forms.gym import Answer
 from guerdon.wire.forms.tokens import TokenForm
@@ -226,6 +226,9 @@ def _routes(admission: Admission, config: ServerConfig) -> list[Route]:
         Route("/v2/repository/index", POST, handlers.index),
         Route("/v2/repository/models/{name}/load", POST, handlers.load),
         Route("/v2/repository/models/{name}/unload", POST, handlers.unload),
+        Route("/sleep", POST, handlers.sleep),
+        Route("/wake_up", POST, handlers.wake_up),
+        Route("/is_sleeping", GET, handlers.is_sleeping),
         Route("/openapi.json", GET, handlers.openapi),
         Route("/metrics", GET, handlers.metrics),
         Route("/health", GET, handlers.health),
@@ -280,7 +283,9 @@ class _Handlers:
 
     async def model_ready(self, request: HttpRequest) -> Reply:
         name = self._model(request).name
-        why = "not ready" if self._service.catalog.is_loaded(name) else f"{name} is unloaded; an admin may load it"
+        entry, why = self._service.catalog.entries.get(name), "not ready"
+        if entry is not None and not self._service.catalog.is_loaded(name):
+            why = str(entry.asleep()) if entry.sleep else f"{name} is unloaded; an admin may load it"
         return _readiness(status.is_ready(self._service, name), why, name=name)
 
     async def health(self, request: HttpRequest) -> Reply:
@@ -310,6 +315,9 @@ class _Handlers:
         info = self._model(request)
         entry = self._service.catalog.entries.get(info.name)  # sums and operations have none
         served: Any = None if entry is None else entry.loaded()
+        if entry is not None:
+            entry.check_serves()
+            await entry.awake()
         if served is None or not served.info.hidden_size:
             raise InvalidRequest(
                 f"{info.name} is no teacher, and has no output head; use a model of guerdon serve-teacher"
@@ -338,6 +346,28 @@ class _Handlers:
         await self._read_body(request, triton_repository.check_unload)
         await self._service.repository.unload(name, request.caller.name)
         return 200, [], b""
+
+    async def sleep(self, request: HttpRequest) -> Reply:
+        """Puts models to sleep."""
+        request.caller.need(Role.TRAIN, "to put models to sleep")
+        asked = bodies.convert(request.query, vllm_control.SleepUrl, "the URL")
+        level, repository = int(asked.level), self._service.repository
+        names = await repository.sleep(asked.model, level, asked.mode, request.caller.name)
+        return _json(vllm_control.SleepReply("sleeping", level, names))
+
+    async def wake_up(self, request: HttpRequest) -> Reply:
+        """Wakes models."""
+        request.caller.need(Role.TRAIN, "to wake models up")
+        asked = bodies.convert(request.query, vllm_control.WakeUrl, "the URL")
+        names = await self._service.repository.wake_up(asked.model, request.caller.name)
+        return _json(vllm_control.WakeReply("awake", names, [asked.tags] if asked.tags else None))
+
+    async def is_sleeping(self, request: HttpRequest) -> Reply:
+        """Says which models sleep."""
+        asked, catalog = bodies.convert(request.query, Url, "the URL"), self._service.catalog
+        entries = catalog.entries if not asked.model else {asked.model: catalog.entry(asked.model)}
+        levels = {name: entry.sleep.level for name, entry in entries.items() if entry.sleep is not None}
+        return _json(vllm_control.IsSleepingReply(bool(levels), levels))
 
     async def answer(self, answer: Answer, request: HttpRequest) -> Reply:
         """Answers without a model."""
