@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import zoo
 from guerdon import cli
+from guerdon.assembly import build_scorer
 from guerdon.core import Sequence
 from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.engine.checkpoint.reward_models import load_reward_model
@@ -22,7 +23,7 @@ from guerdon.engine.engine import Engine
 from guerdon.engine.teacher import TeacherEngine
 from guerdon.errors import ConfigError, Exit
 from guerdon.settings.actors import PolicyConfig
-from guerdon.settings.config import LanguageModelConfig, ModelConfig, TeacherConfig
+from guerdon.settings.config import AdapterConfig, LanguageModelConfig, ModelConfig, TeacherConfig
 from guerdon.training.lora import is_adapter
 from guerdon.training.policy_trainer import PolicyTrainer
 
@@ -44,6 +45,24 @@ def test_it_begins_as_the_model_and_only_adapters_and_head_move(name: str, tmp_p
     assert moved == {name for name in before if is_adapter(name) or name.startswith("head.")}
     state = trainer.state()
     assert state["num_trainable"] == sum(after[name].numel() for name in moved) < state["num_parameters"]
+
+
+def test_critics_share_their_base_when_they_are_served(tmp_path: Path) -> None:
+    """Values and rewards of two trained critics, over one base, are those of each alone."""
+    folder, wanted = zoo.checkpoint("llama", tmp_path / "base"), []
+    for seed in (0, 1):
+        trainer = build(folder, lora=4, mean=0.5, std=2.0)
+        trainer.train(request(zoo.rows(seed)), 3)
+        (kept := tmp_path / f"critic{seed}").mkdir()
+        trainer.save(kept)
+        wanted.append(values(trainer, ROWS))
+    adapters = [AdapterConfig(name=f"critic{i}", model=str(tmp_path / f"critic{i}")) for i in (0, 1)]
+    engine: Any = build_scorer(ModelConfig(model=str(folder), adapters=adapters))
+    found = engine.score([Sequence(row, adapter=i) for i in (0, 1) for row in ROWS])
+    got = np.concatenate([one.values for one in found])
+    assert np.abs(wanted[0] - wanted[1]).max() > 1e-4
+    np.testing.assert_allclose(got, np.concatenate(wanted), rtol=1e-5, atol=1e-5)
+    assert found[0].reward == pytest.approx(found[0].values[-1])
 
 
 def test_it_begins_the_same_at_every_start_and_leaves_other_random_numbers_alone(tmp_path: Path) -> None:

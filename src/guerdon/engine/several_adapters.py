@@ -35,7 +35,7 @@ class AdapterEngine(Engine):
         for i, own in enumerate(loaded):
             member = copy.copy(self) if i else self
             member.index, member.head, member.encoder = i, own.head, own.encoder
-            kind = f"adapter: {own.origin.adapter}, beside {len(loaded) - 1} others"
+            kind = f"adapter: {own.origin.adapter}, one of {len(loaded)} that share it"
             proofs = (kind, *own.info.proofs, *proved)
             member.info = dataclasses.replace(own.info, path=path, why=why, proofs=proofs)
             if i:

@@ -83,10 +83,7 @@ def load_reward_model(
         else:
             load = load_encoder if model_config.model_type in SEQUENCE_HEADS else load_decoder
             parts = load(checkpoint, model_config, dtype, ranks)
-        loaded = _assemble(loading, config, opened, parts, encoder, ranks, trains=trains)
-    if ranks.is_leader and not trains:
-        _warn_of_pad(loaded)
-    return loaded
+        return _assemble(loading, config, opened, parts, encoder, ranks, trains=trains)
 
 
 def load_adapters(config: ModelConfig, ranks: Ranks = ALONE) -> list[LoadedModel]:
@@ -153,6 +150,16 @@ def _assemble(
     version = loading.weights_version(checkpoint, config.model)
     if not trains and (meaning := config.meaning()):  # a critic's store compares settings by itself
         version = joined(version, digest_of(meaning))
+    own = getattr(trunk.config.get_text_config(), "eos_token_id", None)
+    is_eos = head.pad_token_id in {eos_token_id, *(own if isinstance(own, list) else [own])}
+    if ranks.is_leader and not trains and config.pooling == "auto" and head.pooling == "last_non_pad" and is_eos:
+        log.warning(
+            "%s: the pad token of %s is an EOS (%d), so the reward of a sequence that ends in it is read before it, "
+            "as transformers does; --pooling last reads it at the EOS",
+            config.name,
+            config.model,
+            head.pad_token_id,
+        )
     return LoadedModel(
         trunk=trunk,
         head=head.to(device),
@@ -166,20 +173,6 @@ def _assemble(
         fsdp=fsdp_of(trunk, ranks),
         summed_over_tensor_ranks=getattr(trunk, "summed_over_tensor_ranks", frozenset()),
     )
-
-
-def _warn_of_pad(loaded: LoadedModel) -> None:
-    """Warns if transformers' rule reads the reward before a final EOS."""
-    config, head, own = loaded.config, loaded.head, getattr(loaded.trunk.config.get_text_config(), "eos_token_id", None)
-    is_eos = head.pad_token_id in {head.eos_token_id, *(own if isinstance(own, list) else [own])}
-    if config.pooling == "auto" and head.pooling == "last_non_pad" and is_eos:
-        log.warning(
-            "%s: the pad token of %s is an EOS (%d), so the reward of a sequence that ends in it is read before it, "
-            "as transformers does; --pooling last reads it at the EOS",
-            loaded.info.name,
-            config.model,
-            head.pad_token_id,
-        )
 
 
 def _head(
