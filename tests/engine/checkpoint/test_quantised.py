@@ -15,18 +15,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import zoo
+from guerdon.assembly import build_scorer, build_trainer
 from guerdon.core import Sequence
 from guerdon.engine.checkpoint.quantised import dequantised
 from guerdon.engine.checkpoint.reward_models import load_reward_model
 from guerdon.engine.checkpoint.stored import open_checkpoint
 from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError
-from guerdon.settings.config import ModelConfig
+from guerdon.settings.config import AdapterConfig, CriticConfig, ModelConfig, TeacherConfig
 from light_peft import import_bitsandbytes
+from teaching import plain
 
 Layout = Callable[[str, Tensor, torch.Generator], tuple[dict[str, Tensor], Tensor]]
 """Of a matrix: the tensors that a library writes for it, and the matrix that they mean."""
@@ -153,7 +155,7 @@ def quantise(folder: Path, settings: dict[str, Any], layout: Layout, meant: Path
     state, random = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
     whole, parts = {}, {}
     for name, tensor in state.items():
-        is_matrix = name.endswith("_proj.weight")
+        is_matrix = name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
         made, value = layout(name.removesuffix(".weight"), tensor, random) if is_matrix else ({name: tensor}, tensor)
         whole[name], parts = value.contiguous(), parts | {k: v.contiguous() for k, v in made.items()}
     meant.mkdir()
@@ -257,3 +259,44 @@ def test_what_cannot_be_dequantised(settings: dict[str, Any], damage: str, messa
     with pytest.raises(CheckpointError, match=message) as caught:
         load_reward_model(ModelConfig(model=str(folder), dequantize=True))
     assert caught.value.help and json.dumps(str(caught.value)).count("\\n") == 0
+
+
+def test_experts_teachers_and_critics(tmp_path: Path) -> None:
+    """Released experts are apart in the files, each with scales of its own, and one tensor in the model."""
+    folder = quantise(zoo.checkpoint("mixtral", tmp_path / "rm"), *LAYOUTS["fp8"], tmp_path / "meant")
+    assert any("experts.1" in name for name in load_file(folder / "model.safetensors"))
+    rows = zoo.rows()
+    engine = Engine(load_reward_model(ModelConfig(model=str(folder), dequantize=True)))
+    got = [score.reward for score in engine.score([Sequence(row) for row in rows])]  # type: ignore[union-attr]
+    np.testing.assert_allclose(got, zoo.reference(tmp_path / "meant", rows), rtol=1e-5, atol=1e-5)
+    critic: Any = build_trainer(CriticConfig(model=str(folder), dequantize=True))
+    found = critic.engine.score([Sequence(row) for row in rows])
+    np.testing.assert_allclose([x.reward for x in found], got, rtol=1e-5, atol=1e-5)
+    language = quantise(zoo.language_model("llama", tmp_path / "lm"), *LAYOUTS["gptq"], tmp_path / "meant lm")
+    teacher: Any = build_scorer(TeacherConfig(model=str(language), dequantize=True))
+    logits = plain(tmp_path / "meant lm", rows)
+    for row, one, table in zip(rows, teacher.score([Sequence(row) for row in rows]), logits, strict=True):
+        want = table[:-1].log_softmax(-1).gather(1, torch.from_numpy(row[1:, None]))[:, 0]
+        np.testing.assert_allclose(one.answer.logprobs[-len(want) :], want.numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_over_a_quantised_base(tmp_path: Path) -> None:
+    """As QLoRA trains them: merged, and sharing the base."""
+    import_bitsandbytes()
+    peft = pytest.importorskip("peft")
+    base, rows = zoo.language_model("llama", tmp_path / "lm"), zoo.rows()
+    quantise(base, *LAYOUTS["nf4"], tmp_path / "meant")
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "meant", num_labels=1).eval()
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", target_modules="all-linear"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1 * parameter.requires_grad)
+        model.eval().save_pretrained(tmp_path / "adapter")
+        want = [model(input_ids=torch.from_numpy(row)[None]).logits.item() for row in rows]
+    adapters = [AdapterConfig(name="a", model=str(tmp_path / "adapter"))]
+    merged = ModelConfig(model=str(tmp_path / "adapter"), base=str(base), dequantize=True)
+    zoo.configure(tmp_path / "adapter", "adapter_config.json", base_model_name_or_path=str(base))
+    for config in (merged, ModelConfig(model=str(base), adapters=adapters, dequantize=True)):
+        found: Any = build_scorer(config).score([Sequence(row) for row in rows])
+        np.testing.assert_allclose([one.reward for one in found], want, rtol=1e-5, atol=1e-5)
