@@ -21,7 +21,7 @@ SRC = ROOT / "src/guerdon"
 MOST = {
     "lines of src": 59_499,
     "files of src": 323,
-    "lines of tests": 79_043,
+    "lines of tests": 79_086,
     "modules with one importer": 72,
     "private functions that one place calls": 574,
     "imports, % of the lines": 7.0,
