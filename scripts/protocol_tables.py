@@ -30,7 +30,7 @@ def _operations() -> str:
 
 
 def _is_teachers(field: Field) -> bool:
-    return field.has is schema.LOGPROBS.has
+    return field.has is schema.LOGPROBS.has or field is schema.CHUNKS
 
 
 TABLES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -161,6 +161,25 @@ class ScoreRequest:
 
     def __len__(self) -> int:
         return len(self.texts or self.messages or self.tokens or ())
+
+    def of_rows(self, rows: list[int], asks: list[Any]) -> ScoreRequest:
+        """Returns the request for some of its samples, with other `asks`."""
+        own: dict[str, Any] = {}
+        for name in [
+            "texts",
+            "messages",
+            "tokens",
+            "groups",
+            "prompt_lengths",
+            "steps",
+            "prompts",
+            "references",
+            "splits",
+        ]:
+            values = getattr(self, name)
+            if values is not None:
+                own[name] = values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows]
+        return replace(self, asks=asks, **own)
 
 
 @dataclass(slots=True, eq=False)

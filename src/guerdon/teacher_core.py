@@ -4,18 +4,72 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+import numbers
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from guerdon.core import ScoreRequest, Sequence
+from guerdon.core import Message, ModelInfo, ScoreRequest, Sequence
+from guerdon.errors import InvalidRequest
 
 ANSWER_BYTES_A_TOKEN = 1 << 16
 """In a batch, so many bytes of answers count as much as a computed token, so that a batch's memory is bounded."""
 MAX_ANSWER_BYTES = 1 << 30
 """Largest answer of a request, its samples padded to the longest."""
+
+
+_LARGEST_WEIGHT = 1e30
+"""Sums of weights stay finite."""
+
+OwnPrompt = str | np.ndarray | list[Message]
+"""A teacher's own prompt: a text, token ids (int64 `[P]`) or a conversation, which its chat template renders."""
+
+
+def own_prompt(value: Any, name: str) -> OwnPrompt | None:
+    """Returns a JSON value as a teacher's own prompt, None for null; raises InvalidRequest with the `name`."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list) and value:
+        if all(type(token) is int and 0 <= token < 1 << 63 for token in value):
+            return np.array(value, np.int64)
+        if all(isinstance(message, dict) and "role" in message for message in value):
+            return value
+    raise InvalidRequest(f"{name} must be a text, a list of token ids, a list of messages with a role, or null")
+
+
+Teachers = dict[str, float]
+"""Teachers of one server by name: one, or the weights of a mixture of their distributions."""
+
+
+def named_teachers(value: Any, name: str) -> Teachers | None:
+    """Returns the teachers that a row names, None for null; raises InvalidRequest with the `name`.
+
+    The value is a teacher's name, or an object of names and weights; weights count relative to their sum.
+    """
+    if isinstance(value, str):
+        return {value: 1.0}
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
+        raise InvalidRequest(f"{name} must be a teacher's name, an object of teachers' names and weights, or null")
+    for teacher, weight in value.items():
+        is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
+        if not is_number or not 0 < weight < _LARGEST_WEIGHT:
+            raise InvalidRequest(
+                f"{name}: the weight of {teacher} is {weight}; weights must be finite numbers above 0, so leave out a "
+                "teacher that does not count"
+            )
+    return {teacher: float(weight) for teacher, weight in value.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class MixturePart:
+    """One teacher of a mixture, and the logarithm of its share."""
+
+    info: ModelInfo
+    log_weight: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +85,12 @@ class LogprobQuery:
     the head turns into logits, in the model's dtype, or with `rounds_hidden` in bfloat16. `top_bytes` and `given_bytes`
     are the reply's bytes per `top_k` and per `given` id.
 
+    `with_rest` asks for the probability mass outside the likeliest ids.
+
+    `teachers` answer in place of the model that the request names; the service sends the query to them. Of several it
+    makes a `mixture`: the logarithm of the weighted mean of their probabilities, in place of one's log-probs. `prompt`
+    is a prompt of the teacher's own, which replaces the sample's: the response is scored after it.
+
     If it `ends_in_placeholder`, the sample ends before its last token, which stands for any that may follow.
 
     Logits are divided by `temperature`, before the softmax and for everything but hidden states. Without
@@ -38,12 +98,16 @@ class LogprobQuery:
     """
 
     start: int | None = None
+    prompt: OwnPrompt | None = None
+    teachers: Teachers | None = None
+    mixture: tuple[MixturePart, ...] = ()
     top_k: int = 0
     given: np.ndarray | None = None
     temperature: float = 1.0
     with_logprobs: bool = True
     with_entropy: bool = False
     with_ranks: bool = False
+    with_rest: bool = False
     with_next: bool = False
     with_hidden: bool = False
     rounds_hidden: bool = False
@@ -65,6 +129,7 @@ class LogprobQuery:
         hidden = hidden_bytes if self.with_hidden else 0
         a_token = 4 + self.top_bytes * (self.top_k + 1) + self.given_bytes * self.num_given + hidden
         arrays = 12 + 8 * self.top_k + 4 * self.num_given + hidden
+        arrays += sum(4 * part.info.hidden_size for part in self.mixture)
         return dataclasses.replace(self, answer_bytes=num_asked * a_token, array_bytes=num_asked * arrays)
 
     def first(self, prompt_length: int | None) -> int:
@@ -74,7 +139,7 @@ class LogprobQuery:
     @property
     def needs_head(self) -> bool:
         """Whether anything is asked that is made of logits."""
-        wants = self.with_logprobs or self.with_entropy or self.with_ranks or self.with_next
+        wants = self.with_logprobs or self.with_entropy or self.with_ranks or self.with_rest or self.with_next
         return wants or self.top_k > 0 or self.given is not None
 
     @property
@@ -122,11 +187,15 @@ class TokenLogprobs:
 
     `logprobs` and `entropy` (natural logarithms) are float32 `[n]`; `ranks` are int32 `[n]`, how many ids are at least
     as likely as the actual token, itself included. `top_ids` int32 and `top_logprobs` float32, both `[n,top_k]`, are
-    the likeliest ids, best first. `given_logprobs` are float32 `[n,G]`, 0 at pads. `next_ids` int32 and `next_logprobs`
-    float32, both `[max(1,top_k)]`, are the likeliest ids after the last token.
+    the likeliest ids, best first; `rest` is float32 `[n]`, the logarithm of the probability of all other ids together,
+    minus infinity if there are none. `given_logprobs` are float32 `[n,G]`, 0 at pads. `next_ids` int32 and
+    `next_logprobs` float32, both `[max(1,top_k)]`, are the likeliest ids after the last token.
 
     Row r of `hidden`, `[n,H]`, is the head's input for the r-th scored token: float32 or float16, or uint16 with the
     bits of bfloat16.
+
+    `chunks` are int32 `[n]` if the asker has another tokenizer: which tokens' log-probs are shares of one sum, -1 for a
+    token that has none, whose log-prob is NaN. `versions` are the names and weights' versions of a mixture's teachers.
     """
 
     logprobs: np.ndarray | None = None
@@ -134,14 +203,17 @@ class TokenLogprobs:
     ranks: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    rest: np.ndarray | None = None
     given_logprobs: np.ndarray | None = None
     next_ids: np.ndarray | None = None
     next_logprobs: np.ndarray | None = None
     hidden: np.ndarray | None = None
+    chunks: np.ndarray | None = None
+    versions: tuple[tuple[str, str], ...] = ()
 
     def numbers(self) -> list[np.ndarray | None]:
         """Returns what two computations of it must agree on: ids may be tied."""
-        return [self.logprobs, self.entropy, self.top_logprobs, self.given_logprobs, self.next_logprobs]
+        return [self.logprobs, self.entropy, self.top_logprobs, self.rest, self.given_logprobs, self.next_logprobs]
 
     @property
     def num_asked(self) -> int:
@@ -152,7 +224,7 @@ class TokenLogprobs:
     @property
     def num_bytes(self) -> int:
         """Size of all arrays."""
-        return sum(array.nbytes for name in self.__slots__ if (array := getattr(self, name)) is not None)
+        return sum(array.nbytes for name in self.__slots__ if isinstance(array := getattr(self, name), np.ndarray))
 
 
 @dataclass(frozen=True, slots=True)

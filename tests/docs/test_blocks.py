@@ -115,11 +115,19 @@ def test_the_critics_page_does_what_it_says(reader: Reader) -> None:
 
 
 def test_the_teachers_page_does_what_it_says(reader: Reader) -> None:
-    (reader.folder / "my-model").symlink_to(reader.folder / "my-policy")
+    if not (reader.folder / "my-model").exists():
+        (reader.folder / "my-model").symlink_to(reader.folder / "my-policy")
     for block in [*blocks_of(ROOT / "docs/teacher.md"), *blocks_of(ROOT / "docs/teacher_forms.md")]:
         if block.language in ("", "python"):
             reader.read(block)
     assert "weight" in load_file(reader.folder / "head.safetensors")
+
+
+def test_the_recipes_for_distillation_do_what_they_say(reader: Reader) -> None:
+    for name in ("my-model", "my-maths-model", "my-student"):
+        if not (reader.folder / name).exists():
+            (reader.folder / name).symlink_to(reader.folder / "my-policy")
+    read(ROOT / "docs/teacher_recipes.md", reader)
 
 
 def test_a_critics_warm_up_from_a_file_goes_on_where_it_stopped(reader: Reader) -> None:

@@ -152,6 +152,24 @@ def reverse_kl(policy: np.ndarray, teacher: np.ndarray, strategy: str) -> float:
     return float((weights * (policy[ids] - teacher[ids])).sum())
 
 
+@pytest.mark.parametrize("name", ["slime", "miles"])
+def test_a_step_of_slime_and_miles_is_that_with_the_teacher_in_process(
+    name: str, server: RunningServer, folder: Path, tmp_path: Path
+) -> None:
+    """Under prompts of the teacher's own; miles' rows go to the teacher that they name."""
+    names = ["teacher", "other" if name == "miles" else "teacher"]
+    rows = [row | {"before": [9, 8, 7 + i], "teacher": names[i % 2]} for i, row in enumerate(ROWS)]
+    url = f"{server.http_url}/generate?model="
+    settings: dict[str, Any] = {"rm_url": f"{url}teacher"}
+    if name == "miles":
+        settings["opd_teacher_urls"] = [f"{key}={url}{key}" for key in names]
+    folders = json.dumps({"teacher": str(folder / "teacher"), "other": str(folder / "student")})
+    arguments = (str(environments.source_of(name)), name, str(folder / "student"), folders, "SAMPLES")
+    told = drive(name, "drive_distillation_step.py", *arguments, json.dumps(settings), samples=rows, tmp=tmp_path)
+    assert abs(told["in_process"]["loss"]) > 1e-3 and told["in_process"]["moved"] > 1e-3
+    assert told["served"] == pytest.approx(told["in_process"], rel=1e-5, abs=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
 def test_areals_engines(kind: str, server: RunningServer, tables: dict[str, list[np.ndarray]], tmp_path: Path) -> None:
     told = drive("areal", "drive_areal_teacher.py", kind, address(server), "SAMPLES", samples=ROWS, tmp=tmp_path)

@@ -161,7 +161,7 @@ def prepare_score(model: str, request: ScoreRequest) -> Call[Scores]:
     )
 
 
-_DEFAULTS = {"priority": 0, "updates": 1, "temperature": 1.0, "entropy": False}
+_DEFAULTS = {"priority": 0, "updates": 1, "temperature": 1.0, "entropy": False, "rest": False}
 """Of those keywords whose default is not None."""
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 import numpy as np
+import orjson
 
-from guerdon.client import calls
+from guerdon.client import calls, plain_json
 from guerdon.client.calls import Call, Conversations, Integers, ModelSignature, Texts, TokenRows
 from guerdon.client.retry import RetryingCaller, Steps
 from guerdon.client.teacher_head import Head
+from guerdon.core import Message
 from guerdon.errors import InvalidRequest, ServerFault
+from guerdon.teacher_core import named_teachers, own_prompt
 from guerdon.wire import schema
 from guerdon.wire.schema import Field
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor, from_bits, pad_rows
@@ -20,7 +23,16 @@ from guerdon.wire.tensors import InferReply, InferRequest, Tensor, from_bits, pa
 GivenIds = Sequence[Integers] | Sequence[Sequence[Integers]] | np.ndarray
 """Ids for each sample: `[K]` for all of its tokens, or `[n, K]` for its n asked tokens in order; -1 is a pad."""
 
-_TABLES = (schema.LOGPROBS, schema.ENTROPY, schema.TOP_IDS, schema.TOP_LOGPROBS, schema.TARGET_LOGPROBS)
+OwnPrompts = Sequence[str | Integers | Sequence[Message] | None]
+"""A prompt of the teacher's own for each sample: a text, token ids, a conversation, or None for the sample's own."""
+
+NamedTeachers = str | Mapping[str, float] | Sequence[str | Mapping[str, float] | None]
+"""A teacher's name, or names and weights of a mixture: one for all samples, or one for each."""
+
+_TABLES = (
+    *(schema.LOGPROBS, schema.ENTROPY, schema.TOP_IDS, schema.TOP_LOGPROBS, schema.REST),
+    *(schema.TARGET_LOGPROBS, schema.CHUNKS),
+)
 _ALWAYS = (schema.LOGPROB_COUNTS, schema.ERRORS)
 
 
@@ -31,7 +43,12 @@ class TeacherArgs(TypedDict, total=False):
     `messages`, and each is tokenised together with its prompt. Asked are all tokens but the first, of `tokens` those
     after the first `prompt_lengths`, of `texts` those after the `prompts` that they begin with, and of `responses`
     their own; of `messages` alone those of the assistant's message that ends them, and of what the chat template writes
-    after it. `temperature` (1) divides the logits, `entropy` (False) asks for the entropies too. `priority` and
+    after it. `teacher_prompts` go with `tokens`: each is a text, token ids or a conversation, after which the teacher
+    reads the response in place of its own prompt, or None; a row without `prompt_lengths` is all response then.
+    `temperature` (1) divides the logits, `entropy` (False) asks for the entropies too, `rest` (False) beside
+    the likeliest ids for what is outside them. `teachers` are who answers: for each sample, or for all, the name of a
+    teacher of the server, or names and weights of a mixture, the weighted mean of their probabilities; None is the
+    client's own model. `priority` and
     `timeout_s` are as for `RewardClient.score`.
     """
 
@@ -41,8 +58,11 @@ class TeacherArgs(TypedDict, total=False):
     responses: Texts
     prompts: Texts | None
     prompt_lengths: Integers | None
+    teacher_prompts: OwnPrompts | None
+    teachers: NamedTeachers | None
     temperature: float
     entropy: bool
+    rest: bool
     priority: int
     timeout_s: float | None
 
@@ -52,8 +72,12 @@ class TeacherAnswers:
     """A teacher's answers about the samples of one call; each list has one array a sample, in the order sent.
 
     Sample i has n_i asked tokens. `logprobs` and `entropy`, natural logarithms, are float32 `[n_i]`; `top_ids` int32
-    and `top_logprobs` float32 are `[n_i, k]`, best first; `given_logprobs` are float32 `[n_i, K_i]`, 0 at pads;
+    and `top_logprobs` float32 are `[n_i, k]`, best first; `rest`, float32 `[n_i]`, is the logarithm of the probability
+    of all other ids together, minus infinity for 0; `given_logprobs` are float32 `[n_i, K_i]`, 0 at pads;
     `hidden` is float32 (float16 for a model in float16) `[n_i, H]`. Outputs that were not requested are None.
+
+    `chunks`, int32 `[n_i]`, come from a teacher with another tokenizer: tokens of one chunk have equal shares of its
+    log-prob, and a token that has none is -1, its log-prob NaN.
 
     If a sample failed, its arrays are empty, and `errors[i]` says why; it is None otherwise. `weights_version` names
     the weights; `queue_s` and `compute_s` are the seconds the server spent waiting and computing.
@@ -64,8 +88,10 @@ class TeacherAnswers:
     entropy: list[np.ndarray] | None = None
     top_ids: list[np.ndarray] | None = None
     top_logprobs: list[np.ndarray] | None = None
+    rest: list[np.ndarray] | None = None
     given_logprobs: list[np.ndarray] | None = None
     hidden: list[np.ndarray] | None = None
+    chunks: list[np.ndarray] | None = None
     weights_version: str = ""
     queue_s: float = 0.0
     compute_s: float = 0.0
@@ -121,10 +147,25 @@ def _prepare(
     parameters = {**(parameters or {}), "temperature": float(about.pop("temperature", 1.0))}
     if about.pop("entropy", False):
         outputs += (schema.ENTROPY,)
+    if about.pop("rest", False):
+        if "top_k" not in parameters:
+            raise InvalidRequest("rest is what top leaves out: ask for it with top")
+        outputs += (schema.REST,)
+    own_prompts, teachers = about.pop("teacher_prompts", None), about.pop("teachers", None)
     before = _join(about)
     request = calls.make_request(**about)
     if before is not None:
         request.messages = [list(conversation) for conversation in before]
+    extra: list[Tensor] = []
+    if own_prompts is not None:
+        if request.tokens is None:
+            raise InvalidRequest(
+                "teacher_prompts go with tokens; of texts and responses, give the teacher's prompts as prompts"
+            )
+        extra.append(_written(schema.TEACHER_PROMPTS, own_prompts, len(request), own_prompt))
+    if teachers is not None:
+        each = [teachers] * len(request) if isinstance(teachers, str | Mapping) else teachers
+        extra.append(_written(schema.TEACHERS, each, len(request), named_teachers))
     if given is not None and len(given) != len(request):
         raise InvalidRequest(f"ids has {len(given)} entries for {len(request)} samples; it must have one entry each")
 
@@ -132,11 +173,16 @@ def _prepare(
         calls.check_gives(signature, schema.LOGPROBS)
         if request.prompts is not None and schema.PROMPTS.name not in signature.inputs:
             raise InvalidRequest(f"model '{model}' takes no prompts, because it reads no text: send tokens")
+        if missing := [tensor.name for tensor in extra if tensor.name not in signature.inputs]:
+            raise InvalidRequest(f"model '{model}' takes no {missing[0]}: its server is of an older release")
         sent = calls.build(request, signature, None if request.timeout_s is None else left_s)
+        sent.inputs |= {tensor.name: tensor for tensor in extra}
         if given is not None:
             name = schema.TARGET_IDS.name
             sent.inputs[name] = Tensor.of(name, _pad_tables(given))
         sent.outputs = {field.name: True for field in (*outputs, *_ALWAYS)}
+        if schema.CHUNKS.name in signature.outputs:
+            sent.outputs[schema.CHUNKS.name] = True
         sent.parameters |= parameters
         return sent
 
@@ -187,6 +233,22 @@ def _join(about: dict[str, Any]) -> Conversations | None:
     about["texts"] = [prompt + response for prompt, response in zip(before, responses, strict=True)]
     about["prompts"] = before
     return None
+
+
+def _written(field: Field, values: Any, count: int, read: Callable[[Any, str], Any]) -> Tensor:
+    """Returns a tensor with a JSON value for each of `count` samples; raises InvalidRequest naming the one at fault.
+
+    `read` raises it for what the server would refuse.
+    """
+    name = field.name
+    if isinstance(values, str | Mapping) or not hasattr(values, "__len__") or len(values) != count:
+        raise InvalidRequest(f"{name} must be a list with one entry for each of the {count} samples")
+    if field is schema.TEACHERS:  # before they are JSON, which has no NaN
+        values = [read(value, f"{name}[{i}]") for i, value in enumerate(values)]
+    written = [plain_json.write(value, f"{name}[{i}]") for i, value in enumerate(values)]
+    for i, value in enumerate(written):
+        read(orjson.loads(value), f"{name}[{i}]")
+    return Tensor(name, field.datatype, (count, 1), written)
 
 
 def _id_tables(ids: GivenIds) -> list[np.ndarray]:

@@ -21,7 +21,8 @@ class ServedScorer(Protocol):
 
     One that `takes_all` gets all sequences on every rank and splits them itself; rank 0's results count. One that runs
     by several paths also has `score_plainly`, which scores by the plain forward, and `leave_path`, which makes that the
-    only one. One that can be unloaded has `discard`, which frees its memory, and a checkpoint's `sleep` and `wake_up`.
+    only one. One that asks others has `meet`, which gets all by name. One that can be unloaded has `discard`, which
+    frees its memory, and a checkpoint's `sleep` and `wake_up`.
     """
 
     info: ModelInfo
@@ -85,6 +86,8 @@ class Worker:
     ) -> None:
         """`load(name, folder)` makes a scorer that can replace the one of that name; all ranks call it."""
         self._scorers = dict(scorers)
+        for scorer in scorers.values():
+            self._introduce(scorer)
         self._trainers = trainers or {}
         self._ranks = ranks
         self._load = load
@@ -170,11 +173,17 @@ class Worker:
         """Replaces the scorer of that name by the one that was loaded beside it."""
         before, made = self._scorers.get(name), self._beside.pop(name)
         self._scorers[name] = made
+        self._introduce(made)
         self._discard(before)
         if self._tick is not None:
             self._ticking.discard(name)
             if made.watch(self._tick):
                 self._ticking.add(name)
+
+    def _introduce(self, scorer: Any) -> None:
+        """Gives a scorer that asks others all of them, by name."""
+        if hasattr(scorer, "meet"):
+            scorer.meet(self._scorers)
 
     def _discard(self, scorer: Any) -> Any:
         # Its modules reference each other, and those loaded at the start are frozen out of garbage collection.

@@ -177,8 +177,23 @@ class _TokenLogprobs(torch.autograd.Function):
 def entropies_of(table: Tensor) -> Tensor:
     """Returns the entropies `[N]` of log-probs `[N,V]`, with the same bits among any rows and with any threads."""
     terms = table.exp().mul_(table.clamp(min=IMPOSSIBLE))
+    return -_sums(terms)
+
+
+def log_sums(table: Tensor) -> Tensor:
+    """Returns the logarithms `[N]` of the sums of what a table `[N,V]` has the logarithms of, -inf for a sum of 0.
+
+    They have the same bits among any rows and with any threads.
+    """
+    largest = table.amax(-1)
+    is_zero = largest == -torch.inf
+    sums = _sums((table - largest.masked_fill(is_zero, 0.0)[:, None]).exp_())
+    return torch.where(is_zero, largest, largest + sums.log())
+
+
+def _sums(terms: Tensor) -> Tensor:
     # PyTorch splits the sum of a single long row among threads, but gives each of several rows to one thread.
-    return -(terms.expand(2, -1) if len(terms) == 1 else terms).sum(-1)[: len(table)]
+    return (terms.expand(2, -1) if len(terms) == 1 else terms).sum(-1)[: len(terms)]
 
 
 def scale(logits: Tensor, temperature: float) -> Tensor:

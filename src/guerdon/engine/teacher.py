@@ -11,9 +11,11 @@ table `[T,V]` is ever in memory.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,10 +27,10 @@ from guerdon.engine.checkpoint.language_models import LoadedPolicy
 from guerdon.engine.checkpoint.text import TextEncoder
 from guerdon.engine.forward import HiddenStates
 from guerdon.engine.heads import LOGITS, export_head
-from guerdon.engine.logprobs import LanguageEngine, entropies_of, row_slices, scale
+from guerdon.engine.logprobs import LanguageEngine, entropies_of, log_sums, row_slices, scale
 from guerdon.engine.microbatches import deduplicate
 from guerdon.engine.self_check import check_finite
-from guerdon.errors import SampleFailed, Unsupported
+from guerdon.errors import ConfigError, SampleFailed, Unavailable, Unsupported
 from guerdon.teacher_core import HeadFile, LogprobQuery, TokenLogprobs
 
 _PLAIN = LogprobQuery()
@@ -43,24 +45,39 @@ class TeacherEngine(LanguageEngine):
 
     takes_all = False
 
-    def __init__(self, loaded: LoadedPolicy, *, reads_last: bool = False) -> None:
-        """Raises CheckpointError as `LanguageEngine`, and if no probe has finite log-probs."""
+    def __init__(self, loaded: LoadedPolicy, *, reads_last: bool = False, student: str = "") -> None:
+        """`student` is the folder of its students' tokenizer, if that is another.
+
+        Raises CheckpointError as `LanguageEngine`, and if no probe has finite log-probs; ConfigError if a tokenizer is
+        missing, and CheckpointError if the student's cannot be read.
+        """
         config: Any = loaded.config
         self.encoder = None if loaded.tokenizer is None else TextEncoder(loaded.tokenizer)
+        self.student = None if not student else TextEncoder.load(Path(student), warns=False)
+        if student and (self.student is None or self.encoder is None):
+            lacking = student if self.student is None else config.model
+            raise ConfigError(
+                f"student_tokenizer is set, and there is no tokenizer in {lacking}",
+                "name a folder with the tokenizer's files, such as tokenizer.json and tokenizer_config.json",
+            )
+        clients = self.student or self.encoder
         info = dataclasses.replace(
             loaded.info,
             name=config.name,
             kind="teacher",
             source=config.model,
-            outputs=("logprobs",),
+            outputs=("logprobs",) if self.student is None else ("logprobs", "chunks"),
             max_top_k=config.max_top_k,
             hidden_size=loaded.head.width,
             takes_prompts=self.encoder is not None,
-            vocabulary="" if self.encoder is None else self.encoder.all_tokens_digest(),
-            tokenizer="" if self.encoder is None else self.encoder.identity(),
+            vocabulary="" if clients is None else clients.all_tokens_digest(),
+            tokenizer="" if clients is None else clients.identity(),
             ending="" if self.encoder is None else self.encoder.reported_ending(),
         )
         self._exporting = threading.Lock()
+        # A mixture's teachers may be on several devices, each with a thread that computes.
+        self._computing = threading.Lock()
+        self._scorers: Mapping[str, Any] = {}
         self._head_file: HeadFile | None = None
         super().__init__(dataclasses.replace(loaded, info=info), reads_last=reads_last)
         check_finite(self, self._probe, every=False)
@@ -78,6 +95,25 @@ class TeacherEngine(LanguageEngine):
         A sequence without a query is asked for the log-probs of its response. `path` replaces the chosen path; its
         attention must be in use.
         """
+        return self._answer(sequences, lambda engine, some: engine._score(some, path if engine is self else None))
+
+    def _answer(self, sequences: list[Sequence], score: _Scoring) -> list[Score | SampleFailed]:
+        """Returns each sequence's result by `score`, or of a mixture by what `score` makes of it for each teacher."""
+        groups: dict[tuple[tuple[str, float], ...], list[int]] = {}
+        for i, s in enumerate(sequences):
+            key = () if s.ask is None else tuple((part.info.name, part.log_weight) for part in s.ask.mixture)
+            groups.setdefault(key, []).append(i)
+        found: dict[int, Score | SampleFailed] = {}
+        for key, members in groups.items():
+            some = [sequences[i] for i in members]
+            found |= zip(members, self._mix(some, dict(key), score) if key else score(self, some), strict=True)
+        return [found[i] for i in range(len(sequences))]
+
+    def _score(self, sequences: list[Sequence], path: str | None) -> list[Score | SampleFailed]:
+        with self._computing:
+            return self._score_alone(sequences, path)
+
+    def _score_alone(self, sequences: list[Sequence], path: str | None) -> list[Score | SampleFailed]:
         if not sequences:
             return []
         rows, limits, _, slots = deduplicate(sequences)
@@ -94,8 +130,16 @@ class TeacherEngine(LanguageEngine):
 
     def score_plainly(self, sequences: list[Sequence]) -> list[Score | SampleFailed]:
         """Scores as transformers runs the model, one sequence at a time: the reference for every path."""
-        with self.plain_attention():
-            return self.score(sequences, path="single")
+
+        def plainly(engine: TeacherEngine, some: list[Sequence]) -> list[Score | SampleFailed]:
+            with engine._computing, engine.plain_attention():
+                return engine._score_alone(some, "single")
+
+        return self._answer(sequences, plainly)
+
+    def meet(self, scorers: Mapping[str, Any]) -> None:
+        """Sets the worker's models by name, among which are the teachers of mixtures."""
+        self._scorers = scorers
 
     def head_file(self) -> HeadFile:
         """Returns the output head, from any thread; raises Unsupported if it is split over ranks or of another form."""
@@ -123,8 +167,80 @@ class TeacherEngine(LanguageEngine):
         part = _Part(form, asked, state_of)
         if form.with_hidden:
             part.by_state["hidden"] = hidden.to(torch.bfloat16) if form.rounds_hidden else hidden
-        if not form.needs_head:
-            return part
+        if form.needs_head:
+            self._read_head(part, self._tables(hidden, form.temperature))
+        return part
+
+    def _mix(
+        self, sequences: list[Sequence], log_weights: dict[str, float], score: _Scoring
+    ) -> list[Score | SampleFailed]:
+        """Returns the answers of a mixture of teachers, whose hidden states exist together, and whose logits do not."""
+        engines = [self._teacher(name) for name in log_weights]
+        versions = tuple((engine.info.name, engine.info.weights_version) for engine in engines)
+        found: dict[int, Score | SampleFailed] = {}
+        hidden: list[list[np.ndarray]] = []
+        for engine in engines:
+            results = score(engine, [_for_hidden(s) for s in sequences])
+            found |= {i: result for i, result in enumerate(results) if isinstance(result, SampleFailed)}
+            hidden.append([np.empty(0) if isinstance(r, SampleFailed) else r.answer.hidden for r in results])
+        forms: dict[_Form, list[int]] = {}
+        for i, s in enumerate(sequences):
+            if i not in found:
+                forms.setdefault(_Form.of(s.ask), []).append(i)
+        for form, members in forms.items():
+            ends = np.cumsum([0, *(len(hidden[0][i]) for i in members)])
+            places = [np.arange(start, stop) for start, stop in itertools.pairwise(ends.tolist())]
+            asked = [_Asked.of(i, sequences[i], at) for i, at in zip(members, places, strict=True)]
+            states = [np.concatenate([own[i] for i in members]) for own in hidden]
+            part = _Part(form, asked, np.arange(ends[-1]))
+            with self.no_gradients():
+                self._read_head(
+                    part, self._mixed_tables([*zip(engines, states, log_weights.values(), strict=True)], form)
+                )
+            found |= part.answers()
+        for result in found.values():
+            if isinstance(result, Score):
+                result.answer.versions = versions
+        return [found[i] for i in range(len(sequences))]
+
+    def _teacher(self, name: str) -> TeacherEngine:
+        engine = self._scorers.get(name)
+        if not isinstance(engine, TeacherEngine):
+            raise Unavailable(f"{name}, a teacher of the mixture, is unloaded; an admin may load it")
+        return engine
+
+    def _tables(self, hidden: Tensor, temperature: float) -> Iterator[tuple[int, Tensor]]:
+        """Yields the log-probs `[u,V]` of a few states at a time, and the first state's index.
+
+        Those of a state are NaN if a logit is NaN or +inf, or if all are -inf.
+        """
+        size = max(1, LOGITS.get(hidden.device.type, 1 << 26) // (self.info.vocab_size or 1))
+        for start in range(0, len(hidden), size):
+            logits = self.head(hidden[start : start + size])
+            for rows in row_slices(logits):
+                yield start + rows.start, torch.log_softmax(scale(logits[rows], temperature), -1)
+            del logits
+
+    def _mixed_tables(
+        self, sources: list[tuple[TeacherEngine, np.ndarray, float]], form: _Form
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yields a mixture's log-probs, as `_tables`; at any time one teacher's logits are in memory."""
+        width = max(engine.info.vocab_size or 1 for engine, _, _ in sources)
+        count, size = len(sources[0][1]), max(1, LOGITS.get(self.device.type, 1 << 26) // width)
+        for start in range(0, count, size):
+            mixed = torch.full((min(size, count - start), width), -torch.inf, device=self.device)
+            for engine, states, log_weight in sources:
+                some = torch.from_numpy(states[start : start + size])
+                hidden = (some.view(torch.bfloat16) if some.dtype == torch.uint16 else some).to(engine.device)
+                for first, table in engine._tables(hidden, form.temperature):
+                    _add(mixed[first : first + len(table), : table.shape[1]], table.add_(log_weight).to(mixed.device))
+            for rows in row_slices(mixed):
+                yield start + rows.start, mixed[rows]
+            del mixed
+
+    def _read_head(self, part: _Part, tables: Iterator[tuple[int, Tensor]]) -> None:
+        """Reads from log-probs, a few states' at a time, what is asked about the states and about each token."""
+        form, asked, state_of = part.form, part.asked, part.state_of
         vocab_size = self.info.vocab_size or 1
         targets = np.concatenate([one.targets for one in asked])
         given = None
@@ -136,13 +252,19 @@ class TeacherEngine(LanguageEngine):
             given = self.to_device(np.concatenate(wide)[order])
         else:  # tokens of a shared prefix are asked once
             _, order, part.token_of = np.unique(state_of * vocab_size + targets, return_index=True, return_inverse=True)
-        self._read_head(part, hidden, state_of[order], self.to_device(targets[order]), given)
-        return part
+        num_states = int(state_of.max(initial=-1)) + 1
+        self._read_tables(part, tables, num_states, state_of[order], self.to_device(targets[order]), given)
 
-    def _read_head(
-        self, part: _Part, hidden: Tensor, state_of: np.ndarray, targets: Tensor, given: Tensor | None
+    def _read_tables(
+        self,
+        part: _Part,
+        tables: Iterator[tuple[int, Tensor]],
+        num_states: int,
+        state_of: np.ndarray,
+        targets: Tensor,
+        given: Tensor | None,
     ) -> None:
-        """Reads what is asked about each of the states `[U,H]`, and about each token, in chunks of at most LOGITS.
+        """Reads what is asked about each of the states, and about each token.
 
         Token i is predicted by state `state_of[i]` (int64 `[N]`, ascending). `targets` is int64 `[N]`, `given` `[N,G]`.
         """
@@ -154,40 +276,42 @@ class TeacherEngine(LanguageEngine):
             return torch.empty(shape, dtype=dtype, device=targets.device)
 
         if form.with_entropy:
-            by_state["entropy"] = empty(len(hidden))
+            by_state["entropy"] = empty(num_states)
         if form.num_top:
-            by_state["top_logprobs"] = empty(len(hidden), form.num_top)
-            by_state["top_ids"] = empty(len(hidden), form.num_top, dtype=torch.int32)
+            by_state["top_logprobs"] = empty(num_states, form.num_top)
+            by_state["top_ids"] = empty(num_states, form.num_top, dtype=torch.int32)
+        if form.with_rest:
+            by_state["rest"] = empty(num_states)
         if form.with_logprobs:
             by_token["logprobs"] = empty(len(targets))
         if form.with_ranks:
             by_token["ranks"] = empty(len(targets), dtype=torch.int32)
         if given is not None:
             by_token["given_logprobs"] = empty(*given.shape)
-        size = max(1, LOGITS.get(hidden.device.type, 1 << 26) // (self.info.vocab_size or 1))
-        for start in range(0, len(hidden), size):
-            logits = self.head(hidden[start : start + size])
-            for rows in row_slices(logits):
-                first, stop = start + rows.start, start + min(rows.stop, len(logits))
-                low, high = np.searchsorted(state_of, [first, stop])
-                # All log-probs `[u,V]` of a row are NaN if a logit is NaN or +inf, or if all are -inf.
-                table = torch.log_softmax(scale(logits[rows], form.temperature), -1)
-                if form.num_top:
-                    top, ids = table.topk(form.num_top, -1)
-                    by_state["top_logprobs"][first:stop].copy_(top)
-                    by_state["top_ids"][first:stop].copy_(ids)
-                    del top, ids
-                if form.with_entropy:
-                    by_state["entropy"][first:stop].copy_(entropies_of(table))
-                if high > low:
-                    own = self.to_device(state_of[low:high] - first)
-                    wanted = None if given is None else given[low:high]
-                    results = {name: into[low:high] for name, into in by_token.items()}
-                    _read_tokens(table, own, targets[low:high], wanted, results)
-            del logits, table
+        for first, table in tables:
+            stop = first + len(table)
+            low, high = np.searchsorted(state_of, [first, stop])
+            if form.with_entropy:
+                by_state["entropy"][first:stop].copy_(entropies_of(table))
+            if high > low:
+                own = self.to_device(state_of[low:high] - first)
+                wanted = None if given is None else given[low:high]
+                results = {name: into[low:high] for name, into in by_token.items()}
+                _read_tokens(table, own, targets[low:high], wanted, results)
+            if form.num_top:
+                top, ids = table.topk(form.num_top, -1)
+                by_state["top_logprobs"][first:stop].copy_(top)
+                by_state["top_ids"][first:stop].copy_(ids)
+                if form.with_rest:
+                    by_state["rest"][first:stop].copy_(log_sums(table.scatter_(1, ids, -torch.inf)))
+                del top, ids
+            del table
 
 
 # --------------------------------------------------------------------------------------------- who asks what
+
+
+_Scoring = Callable[[TeacherEngine, list[Sequence]], list[Score | SampleFailed]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +325,7 @@ class _Form:
     with_logprobs: bool
     with_entropy: bool
     with_ranks: bool
+    with_rest: bool
     with_next: bool
     with_hidden: bool
     rounds_hidden: bool
@@ -227,6 +352,19 @@ class _Asked:
     targets: np.ndarray
     given: np.ndarray
 
+    @classmethod
+    def of(cls, number: int, s: Sequence, at: np.ndarray) -> _Asked:
+        """Returns a sequence's query, whose states from the first that it reads on are at `at`."""
+        query = s.ask or _PLAIN
+        targets = s.tokens[query.first(s.prompt_length) :]
+        given = np.empty((len(targets), 0), np.int64) if query.given is None else query.given
+        given = np.broadcast_to(given, (len(targets), given.shape[0])) if given.ndim == 1 else given
+        given = given[: len(targets)]
+        if query.with_next:
+            targets = np.append(targets, 0)
+            given = np.pad(given, ((0, 1), (0, 0)), constant_values=-1)
+        return cls(number, at[: len(targets)], targets, given)
+
 
 class _Askers:
     """The sequences by the rows that they read."""
@@ -248,15 +386,8 @@ class _Askers:
             at = states.gather(i)
             for number in self._of_slot[slot]:
                 query, first = self._queries[number], self._queries[number].first(self._sequences[number].prompt_length)
-                targets = self._sequences[number].tokens[first:]
-                given = np.empty((len(targets), 0), np.int64) if query.given is None else query.given
-                given = np.broadcast_to(given, (len(targets), given.shape[0])) if given.ndim == 1 else given
-                given = given[: len(targets)]
-                if query.with_next:
-                    targets = np.append(targets, 0)
-                    given = np.pad(given, ((0, 1), (0, 0)), constant_values=-1)
-                own = at[first - 1 : first - 1 + len(targets)]
-                found.setdefault(_Form.of(query), []).append(_Asked(number, own, targets, given))
+                asked = _Asked.of(number, self._sequences[number], at[first - 1 :])
+                found.setdefault(_Form.of(query), []).append(asked)
         return list(found.items())
 
 
@@ -287,7 +418,7 @@ class _Part:
             if made.given_logprobs is not None:
                 made.given_logprobs = made.given_logprobs[:, : one.given.shape[1]]
             own = {name: table[self.state_of[start:end]] for name, table in states.items()}
-            made.hidden, made.entropy = own.get("hidden"), own.get("entropy")
+            made.hidden, made.entropy, made.rest = own.get("hidden"), own.get("entropy"), own.get("rest")
             if form.top_k:
                 made.top_ids, made.top_logprobs = own["top_ids"], own["top_logprobs"]
             if form.with_next:
@@ -302,7 +433,7 @@ def _to_host(table: Tensor) -> np.ndarray:
 
 def _failure(made: TokenLogprobs) -> SampleFailed | None:
     """Returns the error if numbers are NaN: all that a softmax without a finite normaliser gives is."""
-    for name in ("logprobs", "next_logprobs", "entropy", "top_logprobs", "given_logprobs", "hidden"):
+    for name in ("logprobs", "next_logprobs", "entropy", "top_logprobs", "rest", "given_logprobs", "hidden"):
         table = getattr(made, name)
         if table is None:
             continue
@@ -314,6 +445,26 @@ def _failure(made: TokenLogprobs) -> SampleFailed | None:
                 "if other samples fail likewise, try --dtype float32 or bfloat16"
             )
     return None
+
+
+def _for_hidden(s: Sequence) -> Sequence:
+    """Returns the sequence that asks one teacher of a mixture for hidden states, the next token's included."""
+    query = s.ask
+    asked = LogprobQuery(query.first(s.prompt_length), with_logprobs=False, with_hidden=True)
+    if not query.with_next:
+        return dataclasses.replace(s, ask=asked)
+    asked = dataclasses.replace(asked, ends_in_placeholder=True)
+    return dataclasses.replace(s, tokens=np.append(s.tokens, s.tokens[-1:]), ask=asked)
+
+
+def _add(logs: Tensor, table: Tensor) -> None:
+    """Makes each number of `logs` the logarithm of the sum of what it and that of `table` are logarithms of.
+
+    With the same bits among any rows: PyTorch's `logaddexp` computes the last numbers of each thread's share otherwise.
+    """
+    # Of two that are -inf the difference is NaN; if one is NaN, so is the larger.
+    smaller = (logs - table).abs_().neg_().nan_to_num_(nan=-torch.inf).exp_().log1p_()
+    torch.maximum(logs, table, out=logs).add_(smaller)
 
 
 def _read_tokens(

@@ -128,8 +128,6 @@ class Sum:
 
     async def ask(self, request: ScoreRequest, score: Callable[[str], Coroutine[Any, Any, ScoreReply]]) -> ScoreReply:
         """Returns the sum's reply; if a component refuses, the others drop the request, and its error is raised."""
-        import asyncio  # here, because `--help` would wait for it
-
         self.check(request)
 
         async def ask(component: str) -> ScoreReply:
@@ -138,15 +136,7 @@ class Sum:
             except Overloaded as e:
                 raise named(component, e) from e
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = []
-                for component in self.components:
-                    tasks.append(group.create_task(ask(component)))
-                    await asyncio.sleep(0)  # so that other requests have their turn between a large one's components
-        except BaseExceptionGroup as e:
-            raise e.exceptions[0] from None
-        return self.combine([task.result() for task in tasks])
+        return self.combine(await ask_together([ask(component) for component in self.components]))
 
     def combine(self, replies: ListLike[ScoreReply]) -> ScoreReply:
         """Returns the sum's reply, and updates the components' statistics; the replies are in the config's order.
@@ -186,6 +176,21 @@ class Sum:
         for info, seen in zip(self._infos, self._seen, strict=True):
             if (running := seen[info.weights_version]).count:
                 yield info.name, running.mean, running.std
+
+
+async def ask_together(asks: ListLike[Coroutine[Any, Any, ScoreReply]]) -> list[ScoreReply]:
+    """Returns all replies; if one raises, the others drop their requests, and its error is raised."""
+    import asyncio  # here, because `--help` would wait for it
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for one in asks:
+                tasks.append(group.create_task(one))
+                await asyncio.sleep(0)  # so that other requests have their turn between a large one's parts
+    except BaseExceptionGroup as e:
+        raise e.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def _normalised(rewards: np.ndarray, config: ComponentConfig, seen: Running) -> np.ndarray:

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from guerdon.core import ModelInfo, Score, ScoreRequest, Sequence, Truncation, common_prefix
+from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, Truncation, common_prefix
 from guerdon.errors import InvalidRequest
-from guerdon.kinds.kind import Asks, Kind, Rows, SampleReader, Served, Subcommand, Tokenizer
+from guerdon.kinds.kind import Asks, Kind, Numbers, Rows, SampleReader, Served, Subcommand, Tokenizer
+from guerdon.kinds.other_tokenizer import read_as_student, spread
 from guerdon.kinds.samples import find_fault, or_nothing
 from guerdon.settings.config import TeacherConfig
 from guerdon.settings.sources import read_server_settings
-from guerdon.teacher_core import MAX_ANSWER_BYTES, LogprobQuery, NextTokenRequest
+from guerdon.teacher_core import MAX_ANSWER_BYTES, LogprobQuery, NextTokenRequest, OwnPrompt
 from guerdon.wire.signature import why_no_text
 
 LOGPROB = "log-prob per token"
@@ -46,7 +47,7 @@ class TeacherKind(Kind):
         from guerdon.engine.checkpoint.language_models import load_policy
         from guerdon.engine.teacher import TeacherEngine
 
-        return TeacherEngine(load_policy(config, ranks=ranks.frozen()))
+        return TeacherEngine(load_policy(config, ranks=ranks.frozen()), student=config.student_tokenizer)
 
     async def read(
         self, reading: SampleReader, served: Served, request: ScoreRequest, cut: Truncation | None, client: str
@@ -55,14 +56,34 @@ class TeacherKind(Kind):
         _check(served.info, request)
         if isinstance(request, NextTokenRequest):
             return await read_next_tokens(reading, served, served.encoder, request, client)
-        if request.tokens is None and _is_apart(request):
+        if request.tokens is not None and (student := self.tokenizer(served)) is not served.encoder:
+            prompts = [query.prompt for query in request.asks or ()]
+            own = await _own_prompts(reading, served, prompts, request, client)
+            asked = await read_as_student(reading, served, student, own, request, cut, client)
+        elif request.asks is not None and any(query.prompt is not None for query in request.asks):
+            rows, request = await _read_under_own_prompts(reading, served, request, client)
+            asked = await reading.make_sequences(rows, request, cut, served, client)
+        elif request.tokens is None and _is_apart(request):
             rows, lengths = await _read_joined(reading, served, request, client)
             request = dataclasses.replace(request, prompt_lengths=lengths)
             asked = await reading.make_sequences(rows, request, cut, served, client)
         else:
             asked = await super().read(reading, served, request, cut, client)
+        for i, s in enumerate(asked.sequences):
+            others = () if s.ask is None else s.ask.mixture
+            for part in others:
+                if asked.errors[i] is None and (fault := find_fault(s, part.info)) is not None:
+                    asked.errors[i] = InvalidRequest(f"{part.info.name}: {fault}")
         await reading.run_over(len(asked.sequences), client, functools.partial(size_answers, asked))
         return asked
+
+    async def finish(self, asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
+        """Returns rows of the student's tokens if it has another tokenizer."""
+        return reply if asked.plan is None else spread(asked, reply)
+
+    def tokenizer(self, served: Any) -> Any:
+        """Returns the tokenizer of the ids that clients send."""
+        return getattr(served, "student", None) or served.encoder
 
     def histories(self, scores: list[Score]) -> Iterable[tuple[str, str, list[np.ndarray]]]:
         """Yields the log-probs and entropies."""
@@ -117,6 +138,62 @@ async def _read_joined(
             fault = fault or _changed_seam(before, row)
         rows[i] = fault or row
     return rows, lengths
+
+
+async def _read_under_own_prompts(
+    reading: SampleReader, served: Served, request: ScoreRequest, client: str
+) -> tuple[Rows, ScoreRequest]:
+    """Puts the teacher's own prompts before the responses; returns the rows, and the request that they belong to.
+
+    Equal prompts are rendered and tokenised once. A sample without one stays as it is.
+    """
+    if request.tokens is None or request.asks is None:
+        raise InvalidRequest(
+            "teacher_prompts go with token ids; of texts and messages, send the teacher's prompt as the prompt"
+        )
+    texts = await _own_prompts(reading, served, [query.prompt for query in request.asks], request, client)
+    distinct = list({text: None for text in texts.values() if isinstance(text, str)})
+    ids: dict[Any, Any] = {}
+    if distinct:
+        sent = dataclasses.replace(request, tokens=None, texts=distinct, prompt_lengths=None)
+        ids = dict(zip(distinct, await reading.read_text(served, sent, None, client), strict=True))
+    lengths = np.zeros(len(request), np.int64) if request.prompt_lengths is None else request.prompt_lengths.copy()
+    rows: list[np.ndarray | InvalidRequest] = [*request.tokens]
+    asks = list(request.asks)
+    for i, (query, row) in enumerate(zip(request.asks, request.tokens, strict=True)):
+        if query.prompt is None:
+            continue
+        before = ids[text] if isinstance(text := texts[i], str) else text
+        length, asks[i] = int(lengths[i]), dataclasses.replace(query, start=None, prompt=None)
+        if isinstance(before, InvalidRequest):
+            rows[i] = before
+        elif not 0 <= length <= len(row):
+            rows[i] = InvalidRequest(f"prompt length {length} lies outside the sample's {len(row)} tokens")
+        elif not len(before):
+            rows[i] = InvalidRequest(
+                "the teacher's own prompt has no tokens, and nothing predicts the response's first"
+            )
+        else:
+            rows[i], lengths[i] = np.concatenate([before, row[length:]]), len(before)
+    return rows, dataclasses.replace(request, prompt_lengths=lengths, asks=asks)
+
+
+async def _own_prompts(
+    reading: SampleReader, served: Served, prompts: ListLike[OwnPrompt | None], request: ScoreRequest, client: str
+) -> dict[int, str | np.ndarray | InvalidRequest]:
+    """Returns the samples' own prompts by their places: ids as they are, else texts; equal chats are rendered once."""
+    found: dict[int, Any] = {i: prompt for i, prompt in enumerate(prompts) if prompt is not None}
+    encoder = served.encoder
+    if not all(isinstance(prompt, np.ndarray) for prompt in found.values()) and not isinstance(encoder, Tokenizer):
+        raise InvalidRequest(why_no_text(served.info))
+    chats = {repr(prompt): prompt for prompt in found.values() if isinstance(prompt, list)}
+    if chats:
+        assert isinstance(encoder, Tokenizer)
+        rendered = dict(
+            zip(chats, await reading.run_in_parts(client, [*chats.values()], encoder.render_prompts), strict=True)
+        )
+        found |= {i: rendered[repr(prompt)] for i, prompt in found.items() if isinstance(prompt, list)}
+    return found
 
 
 async def read_next_tokens(

@@ -13,7 +13,7 @@ from collections.abc import Sequence as ListLike
 from guerdon.core import Executor, ModelInfo, ScoreReply, ScoreRequest
 from guerdon.critic_core import ControlRequest, TrainRequest
 from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, RanksLost, Unavailable
-from guerdon.kinds import all_kinds, samples
+from guerdon.kinds import all_kinds, routes, samples
 from guerdon.kinds.kind import Asks, Served
 from guerdon.server import answers, reading, tracing, triton
 from guerdon.server.auth import Access
@@ -116,6 +116,9 @@ class Service:
             self.metrics.components(name, made.statistics())
             return reply
         entry, critic = self.catalog.entry(name), self._critic_of(name)
+        if routes.names_teachers(request):
+            parts = functools.partial(self.score, client=client, hold=hold, started=started)
+            return await routes.ask_teachers(request, name, lambda n: self.catalog.entry(n).loaded().info, parts)
         # A score may wait behind a train request for as long as that takes.
         allowed_s = request.timeout_s or (self.timeout_s if critic is None else None)
         try:
@@ -157,8 +160,10 @@ class Service:
         info = asked.served.info
         work = functools.partial(answers.assemble, job, info.weights_version, asked.sequences, asked.errors)
         reply = await self.reader.run_over(len(asked.sequences), client, work)
-        reply = await all_kinds.of(info).finish(asked, reply, self.metrics)
-        reply.text = asked.served.encoder if isinstance(asked.served.encoder, Decodes) else None
+        kind = all_kinds.of(info)
+        reply = await kind.finish(asked, reply, self.metrics)
+        decoder = kind.tokenizer(asked.served)
+        reply.text = decoder if isinstance(decoder, Decodes) else None
         self.metrics.add("guerdon_received_tokens", job.num_tokens, info.name)
         return reply
 

@@ -308,6 +308,7 @@ class TeacherConfig(QueueConfig, LanguageModelConfig):
     kind: Literal["teacher"] = setting("teacher", "Kind of model.", flag=False)
     name: str = setting("teacher", "Name that clients ask for.")
     max_top_k: int = setting(128, "Largest top_k, and most given ids per position.", least=1, most=65_536)
+    student_tokenizer: str = setting("", "Folder of the students' tokenizer, if it is another: token ids are its.")
 
 
 @dataclass

@@ -111,6 +111,12 @@ PROMPT_LENGTHS = Field("prompt_lengths", "INT64", "B 1", "prompt_lengths", _EVER
                        "number of the prompt's tokens")
 TARGET_IDS = Field("target_ids", "INT64", "B W K", "given", _TEACHER,
                    "ids whose log-probs are wanted, per scored token, or [B,K] for all of a sample; pads are -1", -1)
+TEACHER_PROMPTS = Field("teacher_prompts", "BYTES", "B 1", "asks", _TEACHER,
+                        "a prompt of the teacher's own per row, as JSON: a text, ids, messages, or `null`",
+                        is_listed=False)
+TEACHERS = Field("teachers", "BYTES", "B 1", "asks", _TEACHER,
+                 "who answers a row, as JSON: a teacher's name, an object of names and weights, or `null`",
+                 is_listed=False)
 PROMPTS = Field("prompts", "BYTES", "B 1", "prompts", _model(lambda info: info.takes_prompts),
                 "texts before the responses; listed only for models that read them")
 LABELS = Field("labels", "BYTES", "B 1", "references", _model(lambda info: info.takes_labels),
@@ -164,6 +170,8 @@ TOP_IDS = Field("top_ids", "INT32", "B W K", "answer.top_ids", _TEACHER,
                 "the likeliest ids, best first, padded with -1", -1, is_listed=False)
 TOP_LOGPROBS = Field("top_logprobs", "FP32", "B W K", "answer.top_logprobs", _TEACHER,
                      "of `top_ids`, padded with 0", is_listed=False)
+REST = Field("rest_logprobs", "FP32", "B W", "answer.rest", _TEACHER,
+             "of all ids but `top_ids` together", is_listed=False)
 TARGET_LOGPROBS = Field("target_logprobs", "FP32", "B W K", "answer.given_logprobs", _TEACHER,
                         "of `target_ids`; 0 for pads", is_listed=False)
 ENTROPY = Field("entropy", "FP32", "B W", "answer.entropy", _TEACHER,
@@ -174,6 +182,9 @@ NEXT_IDS = Field("next_ids", "INT32", "B K", "answer.next_ids", _TEACHER,
                  "the likeliest ids after the last token; K is 1 without `top_k`", -1, is_listed=False)
 NEXT_LOGPROBS = Field("next_logprobs", "FP32", "B K", "answer.next_logprobs", _TEACHER,
                       "of `next_ids`", is_listed=False)
+CHUNKS = Field("chunks", "INT32", "B W", "answer.chunks", _gives("chunks"),
+               "with `student_tokenizer`: equal for tokens with shares of one sum, -1 for tokens without, whose "
+               "log-prob is NaN", -1)
 HIDDEN_STATES = Field("hidden_states", "", "N H", "answer.hidden", _TEACHER,
                       "the head's input: a row per scored token, sample after sample",
                       is_listed=False)
@@ -192,14 +203,15 @@ OUT_RETURNS = replace(RETURNS, about="of a request with rewards", is_listed=Fals
 
 INPUTS = (
     *(SENTENCES, MESSAGES, TOKENS, LENGTHS, INPUT_IDS, GROUPS, PROMPT_LENGTHS, TARGET_IDS, PROMPTS, LABELS, STEPS),
+    *(TEACHER_PROMPTS, TEACHERS),
     *(PARENTS, TRAIN_TOKENS, RETURNS, PREV_VALUES, MASK, TRAIN_REWARDS, TRAIN_PARENTS, TRAIN_LENGTHS),
     *(DUMMY, METRICS, CHECKPOINT),
 )
 OPERATION_OUTPUTS = (LOSS, STATUS, STATE, REPORT, ADVANTAGES, OUT_RETURNS)
 OUTPUTS = [
     *(REWARDS, ATTRIBUTES, VALUES, STEP_REWARDS, STEP_COUNTS, EXCEEDED, LOGPROBS, LOGPROB_COUNTS, OUT_LENGTHS),
-    *(TOP_IDS, TOP_LOGPROBS, TARGET_LOGPROBS, ENTROPY, RANKS, NEXT_IDS, NEXT_LOGPROBS, HIDDEN_STATES, HIDDEN_OFFSETS),
-    *(MORE_ATTRIBUTES, ERRORS),
+    *(TOP_IDS, TOP_LOGPROBS, REST, TARGET_LOGPROBS, ENTROPY, RANKS, NEXT_IDS, NEXT_LOGPROBS, CHUNKS),
+    *(HIDDEN_STATES, HIDDEN_OFFSETS, MORE_ATTRIBUTES, ERRORS),
     *OPERATION_OUTPUTS,
 ]
 MODEL_OUTPUTS = {field.name: field for field in OUTPUTS if field not in OPERATION_OUTPUTS}

@@ -12,7 +12,7 @@ import numpy as np
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest, named
-from guerdon.teacher_core import LogprobQuery
+from guerdon.teacher_core import LogprobQuery, named_teachers, own_prompt
 from guerdon.trees import Forest
 from guerdon.wire import schema
 from guerdon.wire.bodies import MAX_ROWS, check_count, check_depth, check_values, parse, shown, too_deep
@@ -34,6 +34,7 @@ _LARGEST_TEMPERATURE = 1e30
 
 _CONTENTS = {field.name for field in (schema.SENTENCES, schema.MESSAGES, schema.TOKENS, schema.INPUT_IDS)}
 _HINTS = (schema.GROUPS, schema.PROMPT_LENGTHS, schema.PROMPTS, schema.LABELS, schema.STEPS)
+_JSON = (schema.LABELS, schema.TEACHER_PROMPTS, schema.TEACHERS)
 _NUMPY = {"FP32": np.float32, "INT64": np.int64, "INT32": np.int32, "BF16": np.uint16, "FP16": np.float16}
 
 
@@ -176,7 +177,7 @@ def _read_rows(field: Field, tensor: Tensor, num_rows: int) -> Any:
             raise InvalidRequest(f"input '{tensor.name}' has {len(texts)} rows for {num_rows} samples")
         if field is schema.MESSAGES:
             return [_conversation(i, value) for i, value in enumerate(_jsons(tensor, texts))]
-        return _jsons(tensor, texts) if field is schema.LABELS else texts
+        return _jsons(tensor, texts) if field in _JSON else texts
     if field.axes == "B 1":
         return integer_per_row(tensor, num_rows)
     numbers = integers(tensor)
@@ -198,7 +199,8 @@ def _jsons(tensor: Tensor, texts: list[str]) -> list[Any]:
         except RecursionError as e:
             raise InvalidRequest(too_deep(f"input '{tensor.name}', row {row}")) from e
         except msgspec.MsgspecError as e:
-            hint = "; write text in quotes, and null if there is none" if tensor.name == schema.LABELS.name else ""
+            is_messages = tensor.name == schema.MESSAGES.name
+            hint = "" if is_messages else "; write text in quotes, and null if there is none"
             raise InvalidRequest(f"input '{tensor.name}', row {row}: not valid JSON: {e}{hint}") from e
         check_depth(values[-1], f"input '{tensor.name}', row {row}")
     return values
@@ -284,7 +286,7 @@ def _to_queries(request: InferRequest, num_rows: int) -> list[LogprobQuery]:
     `reading` checks numbers against the model and the samples.
     """
     wanted, top_k = set(_teacher_outputs(request)), request.count("top_k")
-    of_top = wanted & {schema.TOP_IDS, schema.TOP_LOGPROBS}
+    of_top = wanted & {schema.TOP_IDS, schema.TOP_LOGPROBS, schema.REST}
     if of_top and not top_k:
         name = min(field.name for field in of_top)
         raise InvalidRequest(f"output '{name}' needs the parameter top_k, how many ids to give for each token")
@@ -303,19 +305,30 @@ def _to_queries(request: InferRequest, num_rows: int) -> list[LogprobQuery]:
         with_logprobs=schema.LOGPROBS in wanted,
         with_entropy=schema.ENTROPY in wanted,
         with_ranks=schema.RANKS in wanted,
+        with_rest=schema.REST in wanted,
         with_next=not wanted.isdisjoint({schema.NEXT_IDS, schema.NEXT_LOGPROBS}),
         with_hidden=not wanted.isdisjoint({schema.HIDDEN_STATES, schema.HIDDEN_OFFSETS}),
         rounds_hidden=_rounds_hidden(request),
     )
+    queries = [query] * num_rows
+    for field, key, read in (
+        (schema.TEACHER_PROMPTS, "prompt", own_prompt),
+        (schema.TEACHERS, "teachers", named_teachers),
+    ):
+        if (tensor := request.inputs.get(field.name)) is not None:
+            values = enumerate(_read_rows(field, tensor, num_rows))
+            found = [read(value, f"input '{tensor.name}', row {row},") for row, value in values]
+            changes: list[Any] = [{key: value} for value in found]
+            queries = [dataclasses.replace(one, **change) for one, change in zip(queries, changes, strict=True)]
     if targets is None or schema.TARGET_LOGPROBS not in wanted:
-        return [query] * num_rows
+        return queries
     ids = integers(targets)
     if ids.ndim not in (2, 3) or len(ids) != num_rows or not ids.shape[-1]:
         raise InvalidRequest(
             f"input '{targets.name}' must have shape [{num_rows}, K], the same ids for every token of a sample, or "
             f"[{num_rows}, tokens, K], not {list(targets.shape)}"
         )
-    return [query.with_given(row) for row in ids]
+    return [query.with_given(row) for query, row in zip(queries, ids, strict=True)]
 
 
 def _teacher_outputs(request: InferRequest) -> list[Field]:

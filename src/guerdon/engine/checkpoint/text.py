@@ -7,11 +7,13 @@ import hashlib
 import threading
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as ListLike
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
+from tokenizers import Tokenizer, processors
 
 from guerdon.core import Message, Sequence, Truncation
 from guerdon.endings import Ending, find_ending
@@ -50,9 +52,6 @@ _TRIED: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant",
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
-_MOST_OF_A_CHARACTER = 4
-"""Tokens of one character: each has at least one byte of it."""
-
 _LONGEST_SILENCE = 32
 """Tokens without text after which the context before them is dropped."""
 
@@ -71,6 +70,7 @@ class TextEncoder:
         self._lock = threading.Lock()
         self._texts: dict[int, str] = {}
         self._told: TokenTexts | None = None
+        self._untrimmed: Tokenizer | None = None
         if self._fast is not None:
             # Set once: fast tokenizers raise if these change while another thread encodes.
             self._fast.no_truncation()
@@ -304,6 +304,52 @@ class TextEncoder:
             )[first:]
         ]
 
+    def spell(self, text: str) -> tuple[np.ndarray, np.ndarray] | InvalidRequest:
+        """Returns the text's ids, and the character at which each token ends, both int64 `[T]`.
+
+        Of several tokens of one character all but the last end before it.
+        """
+        if self._fast is None:
+            return InvalidRequest("the tokenizer has no offsets of tokens, by which they could be aligned")
+        if (error := _not_unicode(text)) is not None:
+            return error
+        if self._untrimmed is None:
+            self._untrimmed = Tokenizer.from_str(self._fast.to_str())
+            # Byte-level tokenizers' own leaves blanks out of offsets.
+            self._untrimmed.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+        made = self._untrimmed.encode(text, add_special_tokens=False)
+        offsets = np.array(made.offsets, np.int64).reshape(-1, 2)
+        ends = np.minimum(offsets[:, 1], np.append(offsets[1:, 0], len(text)))
+        return np.array(made.ids, np.int64), np.maximum.accumulate(ends)
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens by which an answer ends: the first that the chat template writes after it, and the EOS."""
+        ending = self.ending() if self.takes_messages else None
+        found = [*ending.tokens[:1]] if isinstance(ending, Ending) else []
+        return (*found, *(token for token in (self.eos_token_id,) if token is not None and token not in found))
+
+    @cached_property
+    def num_ids(self) -> int:
+        """The largest id and 1."""
+        return max(self._tokenizer.get_vocab().values()) + 1
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that are no words of a text, such as the EOS."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset([*self._tokenizer.all_special_ids, *(token for token, one in added if one.special)])
+
+    @cached_property
+    def added_texts(self) -> frozenset[str]:
+        """The tokens that are cut out of a text first."""
+        return frozenset(self._tokenizer.get_added_vocab())
+
+    @property
+    def unk_token_id(self) -> int | None:
+        """The token of all that the vocabulary lacks, None if there is none."""
+        return self._tokenizer.unk_token_id
+
     def names_of(self, tokens: np.ndarray) -> list[str]:
         """Returns each token as the vocabulary has it."""
         with self._lock:
@@ -320,9 +366,12 @@ class TextEncoder:
         context = ""
         for i in range(len(ids)):
             text = self._text(ids[start : i + 1])
-            waits = text.endswith(UNFINISHED) and i + 1 - read < _MOST_OF_A_CHARACTER and i + 1 < len(ids)
-            pieces.append("" if waits else text[len(context) :])
-            if not waits and (pieces[-1] or i + 1 - start > _LONGEST_SILENCE):
+            # A token may end one character and begin the next.
+            is_long = i + 1 - start > _LONGEST_SILENCE
+            known = text if is_long or i + 1 == len(ids) else text.rstrip(UNFINISHED)
+            pieces.append(known[len(context) :])
+            context += pieces[-1]
+            if known == text and (pieces[-1] or is_long):
                 start, read = read, i + 1
                 context = self._text(ids[start:read])
         return pieces

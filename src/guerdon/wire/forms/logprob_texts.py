@@ -6,16 +6,18 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import orjson
 from msgspec import Meta
 
-from guerdon.core import ModelInfo, ScoreReply
+from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import InvalidRequest
-from guerdon.teacher_core import TokenLogprobs
+from guerdon.teacher_core import TokenLogprobs, named_teachers, own_prompt
 from guerdon.wire import bodies
+from guerdon.wire.bodies import to_ids
+from guerdon.wire.forms import form
 from guerdon.wire.forms.form import check_logprobs
 from guerdon.wire.score_tensors import scores_of
 
@@ -36,6 +38,58 @@ Temperature = Annotated[float, Meta(gt=0, description="a number above 0")]
 _LIST = {"type": "array"}
 Written = Annotated[Any, Meta(extra_json_schema=_LIST)]
 """A list that is written while it is sent, `bodies.Written`."""
+
+
+OwnPrompts = Annotated[
+    list[str | list[form.TokenId | dict[str, Any]] | None],
+    Meta(
+        min_length=1,
+        max_length=bodies.MAX_ROWS,
+        description="a list with a text, token ids, messages or null for each sample: a prompt of the teacher's own, "
+        "in place of the first prompt_lengths tokens; all other tokens are scored",
+    ),
+]
+
+
+NamedTeachers = Annotated[
+    list[str | dict[str, float] | None],
+    Meta(
+        min_length=1,
+        max_length=bodies.MAX_ROWS,
+        description="a list with who answers each sample: a teacher's name, an object of names and weights, or null",
+    ),
+]
+
+
+class _AsksTeachers(Protocol):
+    """A body with keys that are ours: `teacher_prompts`, `teachers`, and `prompt_lengths` for forms that have none."""
+
+    teacher_prompts: list[Any] | None
+    teachers: list[Any] | None
+
+    @property
+    def prompt_lengths(self) -> list[int] | None: ...
+
+
+def find_responses(body: _AsksTeachers, count: int) -> list[int | None]:
+    """Returns where each of so many samples' response begins after a prompt of the teacher's own, None without."""
+    for name in ("teacher_prompts", "teachers", "prompt_lengths"):
+        if (values := getattr(body, name)) is not None and len(values) != count:
+            raise InvalidRequest(f"{name} has {len(values)} entries for {count} samples; send one for each")
+    prompts, lengths = body.teacher_prompts or [None] * count, body.prompt_lengths or [0] * count
+    return [None if one is None else n for one, n in zip(prompts, lengths, strict=True)]
+
+
+def put_prompts(body: _AsksTeachers, request: ScoreRequest) -> list[int | None]:
+    """Adds the teachers and their own prompts to the request's queries; returns what `find_responses` does."""
+    found, asks = find_responses(body, len(request)), request.asks or []
+    if body.prompt_lengths is not None:
+        request.prompt_lengths = to_ids(body.prompt_lengths)
+    for i, value in enumerate(body.teacher_prompts or ()):
+        asks[i] = replace(asks[i], prompt=own_prompt(value, f"teacher_prompts[{i}]"))
+    for i, value in enumerate(body.teachers or ()):
+        asks[i] = replace(asks[i], teachers=named_teachers(value, f"teachers[{i}]"))
+    return found
 
 
 def said_of(reply: ScoreReply) -> list[TokenLogprobs]:

@@ -25,11 +25,15 @@ from guerdon.wire.forms.logprob_texts import (
     TRIPLE_BYTES,
     Count,
     Entries,
+    NamedTeachers,
+    OwnPrompts,
     Temperature,
     Written,
     check_counts,
+    find_responses,
     id_texts,
     position_slices,
+    put_prompts,
     said_of,
     triples,
     written,
@@ -96,6 +100,9 @@ class SGLangGenerateBody(form.Body, kw_only=True):
     return_flat_raw_top_logprobs_b64: bool | None = None
     rid: Annotated[str | list[str] | None, Meta(description="a string, or a list with one a sample")] = None
     priority: form.Whole | None = None
+    teacher_prompts: OwnPrompts | None = None
+    teachers: NamedTeachers | None = None
+    prompt_lengths: list[Count] | None = None
 
 
 class GenerateMeta(msgspec.Struct, kw_only=True):
@@ -131,7 +138,10 @@ class SGLangGenerateReply(msgspec.Struct, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Asked:
-    """One sample's query; `start` is None if no input token is scored."""
+    """One sample's query; `start` is None if no input token is scored.
+
+    After a prompt of the teacher's own the response is scored, whose first token is `response`.
+    """
 
     start: int | None
     top: int
@@ -141,10 +151,17 @@ class _Asked:
     has_next: bool
     temperature: float
     entry_bytes: int
+    response: int | None = None
+
+    def first(self, num_tokens: int) -> int:
+        """Returns the first scored token of so many."""
+        if self.start is None:
+            return num_tokens
+        return max(1, self.start) if self.response is None else self.response
 
     def query(self, num_tokens: int | None) -> LogprobQuery:
         """Returns the query of a sample of so many tokens; None stands for a text, whose tokens are not counted yet."""
-        first = max(1, self.start or 0) if self.start is not None else (num_tokens or 1)
+        first = self.first(num_tokens or 1)
         given = None if self.given is None else np.array(self.given, np.int64)
         if self.by_position is not None and self.start is not None:
             rows = self.by_position[first:]
@@ -175,7 +192,8 @@ def _generate(body: SGLangGenerateBody, url: form.Url) -> form.FormRequest:
         raise InvalidRequest("return_flat_raw_top_logprobs_b64 goes with return_flat_raw_top_logprobs; send both")
     single, request = form.is_single(samples), form.to_samples(samples, name)
     count = len(request)
-    asked = _asked(body, count, single)
+    responses = find_responses(body, count)
+    asked = [dataclasses.replace(a, response=n) for a, n in zip(_asked(body, count, single), responses, strict=True)]
     rows: Sequence[np.ndarray | None] = [None] * count if request.tokens is None else request.tokens
     for i, (one, row) in enumerate(zip(asked, rows, strict=True)):
         if row is not None and one.by_position is not None and len(one.by_position) != len(row):
@@ -185,12 +203,14 @@ def _generate(body: SGLangGenerateBody, url: form.Url) -> form.FormRequest:
             )
     request.asks = [one.query(None if row is None else len(row)) for one, row in zip(asked, rows, strict=True)]
     request.priority = body.priority or 0
+    put_prompts(body, request)
     ids = _each(body.rid, count, "rid") if body.rid is not None else [new_id() for _ in range(count)]
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> SGLangGenerateReply | list[SGLangGenerateReply]:
         seconds = reply.queue_s + reply.compute_s
         made = []
-        for rid, said, one, tokens in zip(ids, said_of(reply), asked, reply.tokens, strict=True):
+        own = reply.tokens if request.tokens is None else request.tokens
+        for rid, said, one, tokens in zip(ids, said_of(reply), asked, own, strict=True):
             new = said.next_ids[:1].tolist() if said.next_ids is not None else []
             meta = GenerateMeta(
                 id=rid or new_id(),
@@ -287,16 +307,16 @@ def _fill(
 ) -> None:
     """Fills in the log-probs that the sample asked for."""
     texts_of = text.texts_of if text is not None and body.return_text_in_logprobs else None
-    start = one.start if one.start is not None else len(tokens)
-    first = max(1, start)
-    # Nothing predicts the first token.
-    blank = start == 0
+    first = one.first(len(tokens))
+    # Nothing predicts the first token; clients skip the entry before those that they read.
+    blank = one.start == 0 and first > 0
     asked = tokens[first:]
     told = slice(0, len(asked))  # of a text more may be computed, since its tokens were not counted when it came
     assert said.logprobs is not None
     values = said.logprobs[told]
     entries = (triples(asked[part], values[part], texts_of) for part in position_slices(len(asked)))
-    heads = [f"[null,{tokens[0]},{id_texts(tokens[:1], texts_of)[0]}]"] if blank else []
+    before = tokens[first - 1 : first]
+    heads = [f"[null,{before[0]},{id_texts(before, texts_of)[0]}]"] if blank else []
     meta.input_token_logprobs = written(chain(heads, chain.from_iterable(entries)))
     new = Entries.after(said, one.top) if said.next_ids is not None else None
     meta.output_token_logprobs = written([] if new is None else triples(new.ids[:1], new.logprobs[:1], texts_of))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -20,10 +21,13 @@ from guerdon.wire.forms.logprob_texts import (
     PAIR_BYTES,
     Count,
     Entries,
+    NamedTeachers,
+    OwnPrompts,
     Temperature,
     Written,
     check_counts,
     number_texts,
+    put_prompts,
     said_of,
     written,
 )
@@ -44,6 +48,8 @@ class SequenceLogprobsBody(Body, kw_only=True):
     temperature: float | None = None
     logprobs_temperature: Temperature | None = None
     response_format: Literal["json", "binary"] = "json"
+    teacher_prompts: OwnPrompts | None = None
+    teachers: NamedTeachers | None = None
 
 
 class SequenceLogprobs(msgspec.Struct):
@@ -95,32 +101,35 @@ def _sequence_logprobs(body: SequenceLogprobsBody, url: Url) -> FormRequest:
         top_bytes=PAIR_BYTES,
     )
     tokens = [to_ids(row) for row in body.sequences]
-    request = ScoreRequest(tokens=tokens, prompt_lengths=to_ids(lengths), asks=[query] * count)
+    request = ScoreRequest(tokens=tokens, asks=[query] * count)
+    # Nothing predicts a sequence's own first token.
+    firsts = [max(1, n) if own is None else n for own, n in zip(put_prompts(body, request), lengths, strict=True)]
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> SequenceLogprobs | BinarySequenceLogprobs:
         said = said_of(reply)
         if body.response_format == "json":
-            return _in_json(said, tokens, lengths)
-        return _in_binary(said, tokens, lengths, body.top_logprobs)
+            return _in_json(said, tokens, firsts, lengths)
+        return _in_binary(said, tokens, firsts, lengths, body.top_logprobs)
 
     check = check_counts(top_logprobs=body.top_logprobs)
     num_tables = int(body.response_format == "binary")
     return FormRequest(body.model or "", request, to_reply, check, num_tables=num_tables)
 
 
-def _in_json(said: list[TokenLogprobs], tokens: list[np.ndarray], lengths: list[int]) -> SequenceLogprobs:
+def _in_json(
+    said: list[TokenLogprobs], tokens: list[np.ndarray], firsts: list[int], lengths: list[int]
+) -> SequenceLogprobs:
     made = SequenceLogprobs([], [])
-    for one, row, length in zip(said, tokens, lengths, strict=True):
-        made.logprobs.append(written(_rows(one, row, length, "logprobs")))
-        made.logprob_token_ids.append(written(_rows(one, row, length, "ids")))
+    for one, row, first, length in zip(said, tokens, firsts, lengths, strict=True):
+        nothing = ["[]"] * (first - length)
+        for into, name in ((made.logprobs, "logprobs"), (made.logprob_token_ids, "ids")):
+            into.append(written(chain(nothing, _rows(one, row[first:], name))))
     return made
 
 
-def _rows(one: TokenLogprobs, row: np.ndarray, length: int, name: str) -> Iterator[str]:
-    """Yields for each token after the prompt a list of that field of its entries, best first."""
-    if length == 0:
-        yield "[]"  # nothing predicts the first token
-    for part in Entries.of(one, row[max(1, length) :]):
+def _rows(one: TokenLogprobs, targets: np.ndarray, name: str) -> Iterator[str]:
+    """Yields for each scored token a list of that field of its entries, best first."""
+    for part in Entries.of(one, targets):
         entries = part.by_rank()
         texts = number_texts(getattr(entries, name))
         for size, stop in zip(entries.counts.tolist(), np.cumsum(entries.counts).tolist(), strict=True):
@@ -128,14 +137,13 @@ def _rows(one: TokenLogprobs, row: np.ndarray, length: int, name: str) -> Iterat
 
 
 def _in_binary(
-    said: list[TokenLogprobs], tokens: list[np.ndarray], lengths: list[int], count: int
+    said: list[TokenLogprobs], tokens: list[np.ndarray], firsts: list[int], lengths: list[int], count: int
 ) -> BinarySequenceLogprobs:
     sizes = [len(row) - length for row, length in zip(tokens, lengths, strict=True)]
     shape = (len(said), max(sizes), count)
     values, ids = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int32)
     actual_values, actual_ids = np.full((*shape[:2], 1), -np.inf, np.float32), np.zeros((*shape[:2], 1), np.int32)
-    for i, (one, row, length) in enumerate(zip(said, tokens, lengths, strict=True)):
-        first = max(1, length)
+    for i, (one, row, first, length) in enumerate(zip(said, tokens, firsts, lengths, strict=True)):
         part = slice(first - length, len(row) - length)
         values[i, part], ids[i, part] = one.top_logprobs, one.top_ids
         actual_values[i, part, 0], actual_ids[i, part, 0] = one.logprobs, row[first:]

@@ -26,11 +26,14 @@ from guerdon.wire.forms.logprob_texts import (
     TEXT_BYTES,
     Count,
     Entries,
+    NamedTeachers,
+    OwnPrompts,
     Temperature,
     Written,
     check_counts,
     id_texts,
     number_texts,
+    put_prompts,
     said_of,
     string_texts,
     write_positions,
@@ -85,6 +88,9 @@ class CompletionsBody(SamplingKeys, kw_only=True):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    teacher_prompts: OwnPrompts | None = None
+    teachers: NamedTeachers | None = None
+    prompt_lengths: list[Count] | None = None
 
 
 @form.refuses("logprob_token_ids", "send prompt_logprob_token_ids")
@@ -109,6 +115,9 @@ class GenerateBody(form.Body, kw_only=True):
     priority: form.Whole | None = None
     return_token_ids: bool | None = None
     output_mode: Literal["tokens"] | None = None
+    teacher_prompts: OwnPrompts | None = None
+    teachers: NamedTeachers | None = None
+    prompt_lengths: list[Count] | None = None
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
@@ -185,11 +194,13 @@ def _completions(body: CompletionsBody, url: form.Url) -> form.FormRequest:
     request.add_special_tokens = bool(body.add_special_tokens) and request.texts is not None
     echoes = bool(body.echo) and body.logprobs is not None
     query = _query(body.max_tokens, body.prompt_logprobs, body.logprobs, body.logprobs_temperature, echoes=echoes)
-    _ask(request, query, body.priority)
+    firsts = _ask(request, query, body)
+    if echoes and any(first is not None for first in firsts):
+        raise InvalidRequest("the prompt is not echoed with teacher_prompts; send prompt_logprobs without echo")
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> CompletionsReply:
         choices = []
-        for i, (said, tokens) in enumerate(zip(said_of(reply), reply.tokens, strict=True)):
+        for i, (said, tokens, first) in enumerate(zip(said_of(reply), _rows(request, reply), firsts, strict=True)):
             new = said.next_ids[:1].tolist() if said.next_ids is not None else []
             has_ids = bool(body.return_token_ids)
             choices.append(
@@ -198,7 +209,7 @@ def _completions(body: CompletionsBody, url: form.Url) -> form.FormRequest:
                     text=_text(reply.text, tokens, new, echoes=bool(body.echo)),
                     logprobs=None if body.logprobs is None else _logprobs(body, said, tokens, reply.text),
                     token_ids=new if has_ids else None,
-                    prompt_logprobs=_prompt_logprobs(body.prompt_logprobs, said, tokens, reply.text),
+                    prompt_logprobs=_prompt_logprobs(body.prompt_logprobs, said, tokens, reply.text, first),
                     prompt_token_ids=tokens if has_ids else None,
                 )
             )
@@ -237,10 +248,14 @@ def _generate(body: GenerateBody, url: form.Url) -> form.FormRequest:
         query = query.with_given(np.concatenate([np.full((skipped, given.shape[1]), -1), given]))
     elif asked.prompt_logprob_start is not None:
         raise InvalidRequest("prompt_logprob_start goes with prompt_logprob_token_ids; leave it out")
-    _ask(request, query, body.priority)
+    (first,) = _ask(request, query, body)
+    if first is not None and given is not None:
+        raise InvalidRequest(
+            "prompt_logprob_token_ids count the prompt's own tokens; send them without teacher_prompts"
+        )
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> GenerateReply:
-        (said,), (tokens,) = said_of(reply), reply.tokens
+        (said,), (tokens,) = said_of(reply), _rows(request, reply)
         new = said.next_ids[:1].tolist() if said.next_ids is not None else []
         text = reply.text if asked.detokenize else None
         found = None
@@ -253,7 +268,7 @@ def _generate(body: GenerateBody, url: form.Url) -> form.FormRequest:
             created=int(time.time()),
             usage=_usage(reply, len(new)),
             choices=[GenerateChoice(logprobs=_next_tokens(said, asked.logprobs), token_ids=new)],
-            prompt_logprobs=_prompt_logprobs(asked.prompt_logprobs, said, tokens, text),
+            prompt_logprobs=_prompt_logprobs(asked.prompt_logprobs, said, tokens, text, first),
             prompt_token_id_logprobs=found,
             prompt_token_ids=tokens if body.return_token_ids else None,
         )
@@ -293,9 +308,11 @@ def _query(
     )
 
 
-def _ask(request: ScoreRequest, query: LogprobQuery, priority: int | None) -> None:
+def _ask(request: ScoreRequest, query: LogprobQuery, body: CompletionsBody | GenerateBody) -> list[int | None]:
+    """Puts the query into the request; returns where each response begins after a prompt of the teacher's own."""
     request.asks = [query] * len(request)
-    request.priority = -(priority or 0)  # vLLM's lower numbers go first
+    request.priority = -(body.priority or 0)  # vLLM's lower numbers go first
+    return put_prompts(body, request)
 
 
 # --- answering -----------------------------------------------------------------------------------------------------
@@ -309,14 +326,22 @@ def _first(said: TokenLogprobs, count: int) -> TokenLogprobs:
     return cut
 
 
-def _prompt_logprobs(count: int | None, said: TokenLogprobs, tokens: np.ndarray, text: Decodes | None) -> Any:
+def _rows(request: ScoreRequest, reply: ScoreReply) -> list[np.ndarray]:
+    """Returns each sample's tokens: as they were sent, or those of its text."""
+    return reply.tokens if request.tokens is None else request.tokens
+
+
+def _prompt_logprobs(
+    count: int | None, said: TokenLogprobs, tokens: np.ndarray, text: Decodes | None, first: int | None
+) -> Any:
     if count is None:
         return None
+    first = 1 if first is None else first
     positions = (
         write_positions(entries, ["null"] * len(entries.ids) if text is None else _texts_among(entries, tokens, text))
-        for entries in Entries.of(_first(said, count), tokens[1:], 1)
+        for entries in Entries.of(_first(said, count), tokens[first:], first)
     )
-    return written(itertools.chain(["null"], itertools.chain.from_iterable(positions)))
+    return written(itertools.chain(["null"] * first, itertools.chain.from_iterable(positions)))
 
 
 def _logprobs(

@@ -1,0 +1,105 @@
+"""Rows that name their teachers: one of the server's, or a mixture of several, all asked together.
+
+A mixture is computed where its first teacher is (`engine/teacher.py`); here its rows are sent there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Sequence as ListLike
+from typing import Any
+
+from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
+from guerdon.errors import GuerdonError, InvalidRequest, named
+from guerdon.kinds.sum import ask_together
+from guerdon.teacher_core import LogprobQuery, MixturePart, Teachers
+from guerdon.vocabulary import difference
+from guerdon.wire import schema
+
+
+def names_teachers(request: ScoreRequest) -> bool:
+    """Whether a row of the request names its teachers."""
+    return any(isinstance(query, LogprobQuery) and query.teachers is not None for query in request.asks or ())
+
+
+async def ask_teachers(
+    request: ScoreRequest,
+    default: str,
+    info_of: Callable[[str], ModelInfo],
+    score: Callable[..., Coroutine[Any, Any, ScoreReply]],
+) -> ScoreReply:
+    """Returns the reply of all teachers that the rows name, of `default` to rows that name none.
+
+    `info_of` raises for a name that is not served or not loaded, `score` asks a model. Raises InvalidRequest for the
+    first row whose teachers cannot answer it. The reply's version names each teacher's.
+    """
+    queries: list[LogprobQuery] = list(request.asks or ())
+    rows: dict[str, list[int]] = {}
+    infos: dict[str, ModelInfo] = {}
+    for i, query in enumerate(queries):
+        teachers: Teachers = query.teachers or {default: 1.0}
+        try:
+            infos |= {name: info_of(name) for name in teachers if name not in infos}
+            queries[i] = dataclasses.replace(query, teachers=None, mixture=_mixture(teachers, infos, query))
+        except GuerdonError as e:
+            raise named(f"row {i}, teachers", e) from e
+        rows.setdefault(next(iter(teachers)), []).append(i)
+    _check_hidden(queries, [info_of(default), *(infos[name] for name in rows)])
+    asks = [score(name, request=request.of_rows(own, [queries[i] for i in own])) for name, own in rows.items()]
+    replies = await ask_together(asks)
+    order = {row: at for at, row in enumerate(row for own in rows.values() for row in own)}
+    places = [order[row] for row in range(len(queries))]
+
+    def merged(parts: Iterator[ListLike[Any]]) -> list[Any]:
+        flat = [one for part in parts for one in part]
+        return [flat[at] for at in places]
+
+    return ScoreReply(
+        merged(reply.results for reply in replies),
+        merged(reply.lengths for reply in replies),
+        _version(rows, queries, replies),
+        max(reply.queue_s for reply in replies),
+        sum(reply.compute_s for reply in replies),
+        merged(reply.tokens for reply in replies),
+        replies[0].text,
+    )
+
+
+def _mixture(teachers: Teachers, infos: dict[str, ModelInfo], query: LogprobQuery) -> tuple[MixturePart, ...]:
+    """Returns the parts of a mixture, none of a single teacher; raises InvalidRequest if they cannot be mixed."""
+    total = math.fsum(teachers.values())
+    parts = tuple(MixturePart(infos[name], math.log(weight / total)) for name, weight in teachers.items())
+    first = parts[0].info
+    for info in (part.info for part in parts):
+        if not schema.LOGPROBS.has(info):
+            raise InvalidRequest(f"{info.name} is no teacher: it gives {', '.join(info.outputs)}")
+        if fault := query.find_fault_of_all(info.vocab_size or 0, info.max_top_k):
+            raise InvalidRequest(f"{info.name}: {fault}")
+        if info.tokenizer and first.tokenizer and (why := difference(first.tokenizer, info.tokenizer)):
+            raise InvalidRequest(f"{first.name} and {info.name} cannot be mixed, because token ids mean others: {why}")
+    return parts if len(parts) > 1 else ()
+
+
+def _check_hidden(queries: list[LogprobQuery], infos: list[ModelInfo]) -> None:
+    """Raises InvalidRequest if rows ask for hidden states that are not of one form."""
+    if not any(query.with_hidden for query in queries):
+        return
+    if any(query.mixture for query in queries):
+        raise InvalidRequest("a mixture has no hidden states; ask each of its teachers")
+    if len({(info.hidden_size, info.dtype) for info in infos}) > 1:
+        names = ", ".join(dict.fromkeys(info.name for info in infos))
+        raise InvalidRequest(f"hidden states of {names} differ in size or dtype; ask for those of one in a request")
+
+
+def _version(rows: dict[str, list[int]], queries: list[LogprobQuery], replies: list[ScoreReply]) -> str:
+    """Returns the names and versions of all teachers that have answered."""
+    found: set[tuple[str, str]] = set()
+    for (name, own), reply in zip(rows.items(), replies, strict=True):
+        for i, result in zip(own, reply.results, strict=True):
+            if not queries[i].mixture:
+                found.add((name, reply.weights_version))
+            elif isinstance(result, Score) and result.answer is not None:
+                found.update(result.answer.versions)
+    return ";".join(f"{name}={version}" for name, version in sorted(found))
