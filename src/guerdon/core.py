@@ -37,6 +37,9 @@ class Signal(IntEnum):
 MIN_SHARED = 16
 """A shared prefix of fewer tokens is not worth sharing."""
 
+SAME_BITS = "same bits in any batch"
+"""What a start on a CPU proves of a row's numbers."""
+
 SHARING = ("packed+shared", "shared")
 """The paths of a forward that compute a shared prefix once."""
 
@@ -300,6 +303,11 @@ class ModelInfo:
     def names_of(self, num_attributes: int) -> tuple[str, ...]:
         """Returns the attributes' names: LABEL_0, LABEL_1, ... if the model names none, as a user's function."""
         return self.attribute_names or tuple(f"LABEL_{i}" for i in range(num_attributes))
+
+    @property
+    def has_same_bits(self) -> bool:
+        """Whether the start proved that a row's numbers have the same bits in any batch."""
+        return SAME_BITS in self.proofs
 
     @property
     def is_by_token(self) -> bool:

@@ -15,6 +15,7 @@ import ast
 import asyncio
 import importlib
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -35,12 +36,16 @@ FILES = {
 
 
 def function_of(path: str, wanted: str) -> Any:
-    """Returns the trainer's own function, without its module's imports of Megatron."""
+    """Returns the trainer's own function, of a module without its imports, such as Megatron's, and its classes."""
     tree = ast.parse((Path(checkout) / path).read_text())
-    (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == wanted)
-    found.decorator_list = []
-    names: dict[str, Any] = {"torch": torch, "Namespace": object, "RolloutBatch": dict}
-    exec(compile(ast.Module([found], []), path, "exec"), names)
+    kept = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.Assign)]
+    for node in kept:
+        if isinstance(node, ast.FunctionDef):
+            node.decorator_list, node.returns = [], None
+            for argument in (*node.args.args, *node.args.kwonlyargs):
+                argument.annotation = None
+    names: dict[str, Any] = {"torch": torch, "logging": logging}
+    exec(compile(ast.Module(kept, []), path, "exec"), names)
     return names[wanted]
 
 

@@ -248,6 +248,33 @@ def test_verl_sends_each_sample_to_its_teacher(
     check_actual(got, [pair[i % 2] for i, pair in enumerate(both)])
 
 
+def test_a_step_of_verl_is_that_with_the_teachers_in_process(
+    server: RunningServer, folder: Path, tmp_path: Path
+) -> None:
+    """Each row under a prompt of its teacher's own, as in verl's pull request 6833, which splices ids."""
+    rows = [
+        row
+        | {"teacher": ["teacher", "other"][i % 2], "student_tokens": row["tokens"]}
+        | {"tokens": [9, 8, 7 + i, *row["tokens"][-row["response_length"] :]]}
+        for i, row in enumerate(ROWS)
+    ]
+    flags = [
+        f"+{VERL}.{name}.{flag}"
+        for name in ("teacher", "other")
+        for flag in (
+            "_target_=verl.workers.config.DistillationTeacherModelConfig",
+            f"key={name}",
+            f'model_path="{server.http_url}?model={name}"',
+        )
+    ]
+    found = [*flags_of_page(), "actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=2", *flags]
+    folders = json.dumps({"teacher": str(folder / "teacher"), "other": str(folder / "student")})
+    arguments = (json.dumps(found), "SAMPLES", str(folder / "student"), folders)
+    told = drive("verl", "drive_verl_teacher.py", *arguments, samples=rows, tmp=tmp_path)
+    assert told["in_process"]["loss"] > 1e-3 and told["in_process"]["grad_norm"] > 1e-3
+    assert told["served"] == pytest.approx(told["in_process"], rel=1e-5, abs=1e-5)
+
+
 def test_verls_own_task_sets_no_gpus_apart_for_served_teachers(folder: Path, tmp_path: Path) -> None:
     """On a machine without GPUs verl ends where it counts them: it misses the trainer's one, and none for teachers."""
     python = environments.python_of("verl")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from guerdon.core import ModelInfo
+from guerdon.core import SAME_BITS, ModelInfo
 from guerdon.distributed.ranks import Ranks
 from guerdon.engine import onednn
 from guerdon.engine.microbatches import LengthClasses
@@ -20,9 +20,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SAME_BITS = "same bits in any batch"
 OTHER_BITS = "bits may change with the batch"
-"""What a start on a CPU proves of a row's bits."""
+"""What a start on a CPU says if `SAME_BITS` is not proved."""
 
 
 class Fallback(Resting):

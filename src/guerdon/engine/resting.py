@@ -33,6 +33,11 @@ class Resting:
         """Returns the modules that hold all weights."""
         raise NotImplementedError
 
+    @property
+    def is_awake(self) -> bool:
+        """Whether the weights are where they compute."""
+        return self._file is None and next(self.trunk.parameters()).device.type == self.device.type
+
     def offload(self) -> None:
         """Moves the weights to the host's memory; nothing may be computed until `onload`."""
         self._fsdp.reset()

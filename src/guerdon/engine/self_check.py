@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from guerdon.core import MIN_SHARED, SHARING, Score, Sequence, common_prefix
+from guerdon.core import MIN_SHARED, SAME_BITS, SHARING, Score, Sequence, common_prefix
 from guerdon.distributed.ranks import Ranks
 from guerdon.engine import independence
 from guerdon.engine.attention import forms, registry
 from guerdon.engine.checkpoint.weights import LoadedTrunk
 from guerdon.engine.continuing import LEAST_SAVED
-from guerdon.engine.fallback import OTHER_BITS, SAME_BITS
+from guerdon.engine.fallback import OTHER_BITS
 from guerdon.engine.forward import Forward, HiddenStates
 from guerdon.engine.microbatches import MicroBatch
 from guerdon.engine.prepacking import prepack

@@ -158,7 +158,8 @@ class TeacherEngine(LanguageEngine):
         """As `Resting.sleep`; the output head's file, which holds its weights, is made again after it."""
         with self._exporting:
             self._head_file = None
-        return super().sleep()
+        with self._computing:
+            return super().sleep()
 
     def _read(self, states: HiddenStates, form: _Form, asked: list[_Asked]) -> _Part:
         """Returns the sequences' answers from one micro-batch's states, still on the device."""
@@ -205,8 +206,8 @@ class TeacherEngine(LanguageEngine):
 
     def _teacher(self, name: str) -> TeacherEngine:
         engine = self._scorers.get(name)
-        if not isinstance(engine, TeacherEngine):
-            raise Unavailable(f"{name}, a teacher of the mixture, is unloaded; an admin may load it")
+        if not isinstance(engine, TeacherEngine) or not engine.is_awake:
+            raise Unavailable(f"{name}, a teacher of the mixture, is unloaded or asleep; try again later")
         return engine
 
     def _tables(self, hidden: Tensor, temperature: float) -> Iterator[tuple[int, Tensor]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from collections.abc import Sequence as ListLike
 from typing import Any
 
@@ -27,13 +27,13 @@ def names_teachers(request: ScoreRequest) -> bool:
 async def ask_teachers(
     request: ScoreRequest,
     default: str,
-    info_of: Callable[[str], ModelInfo],
+    info_of: Callable[[str], Awaitable[ModelInfo]],
     score: Callable[..., Coroutine[Any, Any, ScoreReply]],
 ) -> ScoreReply:
     """Returns the reply of all teachers that the rows name, of `default` to rows that name none.
 
-    `info_of` raises for a name that is not served or not loaded, `score` asks a model. Raises InvalidRequest for the
-    first row whose teachers cannot answer it. The reply's version names each teacher's.
+    `info_of` waits for a model that sleeps and raises for one that is not loaded; `score` asks a model. Raises
+    InvalidRequest for the first row whose teachers cannot answer it. The reply's version names each teacher's.
     """
     queries: list[LogprobQuery] = list(request.asks or ())
     rows: dict[str, list[int]] = {}
@@ -41,12 +41,13 @@ async def ask_teachers(
     for i, query in enumerate(queries):
         teachers: Teachers = query.teachers or {default: 1.0}
         try:
-            infos |= {name: info_of(name) for name in teachers if name not in infos}
+            for name in teachers.keys() - infos:
+                infos[name] = await info_of(name)
             queries[i] = dataclasses.replace(query, teachers=None, mixture=_mixture(teachers, infos, query))
         except GuerdonError as e:
             raise named(f"row {i}, teachers", e) from e
         rows.setdefault(next(iter(teachers)), []).append(i)
-    _check_hidden(queries, [info_of(default), *(infos[name] for name in rows)])
+    _check_hidden(queries, [await info_of(default), *(infos[name] for name in rows)])
     asks = [score(name, request=request.of_rows(own, [queries[i] for i in own])) for name, own in rows.items()]
     replies = await ask_together(asks)
     order = {row: at for at, row in enumerate(row for own in rows.values() for row in own)}

@@ -116,13 +116,13 @@ class Service:
             self.metrics.components(name, made.statistics())
             return reply
         entry, critic = self.catalog.entry(name), self._critic_of(name)
-        if routes.names_teachers(request):
-            parts = functools.partial(self.score, client=client, hold=hold, started=started)
-            return await routes.ask_teachers(request, name, lambda n: self.catalog.entry(n).loaded().info, parts)
         # A score may wait behind a train request for as long as that takes.
         allowed_s = request.timeout_s or (self.timeout_s if critic is None else None)
         try:
             async with asyncio.timeout(allowed_s):
+                if routes.names_teachers(request):
+                    parts = functools.partial(self.score, client=client, hold=hold, started=started)
+                    return await routes.ask_teachers(request, name, self._info_of, parts)
                 await entry.awake()
                 asked = await self.reader.read(entry, request, client)
                 hold(accepted := asked.accepted(), asked.served.info)
@@ -141,6 +141,12 @@ class Service:
         reply = await self._finish(asked, job, client)
         await self._note(entry.info, request, reply, client)
         return reply
+
+    async def _info_of(self, name: str) -> ModelInfo:
+        """Waits until the model is awake; returns its info."""
+        entry = self.catalog.entry(name)
+        await entry.awake()
+        return entry.loaded().info
 
     async def _computed(self, job: Job, name: str) -> None:
         """Waits for a job that is queued; drops it if cancelled."""
