@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -165,25 +165,6 @@ class ScoreRequest:
     def __len__(self) -> int:
         return len(self.texts or self.messages or self.tokens or ())
 
-    def of_rows(self, rows: list[int], asks: list[Any]) -> ScoreRequest:
-        """Returns the request for some of its samples, with other `asks`."""
-        own: dict[str, Any] = {}
-        for name in [
-            "texts",
-            "messages",
-            "tokens",
-            "groups",
-            "prompt_lengths",
-            "steps",
-            "prompts",
-            "references",
-            "splits",
-        ]:
-            values = getattr(self, name)
-            if values is not None:
-                own[name] = values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows]
-        return replace(self, asks=asks, **own)
-
 
 @dataclass(slots=True, eq=False)
 class ScoreReply:
@@ -303,11 +284,6 @@ class ModelInfo:
     def names_of(self, num_attributes: int) -> tuple[str, ...]:
         """Returns the attributes' names: LABEL_0, LABEL_1, ... if the model names none, as a user's function."""
         return self.attribute_names or tuple(f"LABEL_{i}" for i in range(num_attributes))
-
-    @property
-    def has_same_bits(self) -> bool:
-        """Whether the start proved that a row's numbers have the same bits in any batch."""
-        return SAME_BITS in self.proofs
 
     @property
     def is_by_token(self) -> bool:

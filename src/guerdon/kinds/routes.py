@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from collections.abc import Sequence as ListLike
 from typing import Any
 
+import numpy as np
+
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest, named
 from guerdon.kinds.sum import ask_together
@@ -48,7 +50,7 @@ async def ask_teachers(
             raise named(f"row {i}, teachers", e) from e
         rows.setdefault(next(iter(teachers)), []).append(i)
     _check_hidden(queries, [await info_of(default), *(infos[name] for name in rows)])
-    asks = [score(name, request=request.of_rows(own, [queries[i] for i in own])) for name, own in rows.items()]
+    asks = [score(name, request=_some(request, own, queries)) for name, own in rows.items()]
     replies = await ask_together(asks)
     order = {row: at for at, row in enumerate(row for own in rows.values() for row in own)}
     places = [order[row] for row in range(len(queries))]
@@ -66,6 +68,16 @@ async def ask_teachers(
         merged(reply.tokens for reply in replies),
         replies[0].text,
     )
+
+
+def _some(request: ScoreRequest, rows: list[int], queries: list[LogprobQuery]) -> ScoreRequest:
+    """Returns the request for some of its samples, with these queries."""
+    own: dict[str, Any] = {"asks": [queries[row] for row in rows]}
+    for name in ("texts", "messages", "tokens", "groups", "prompt_lengths", "steps", "prompts", "references", "splits"):
+        values = getattr(request, name)
+        if values is not None:
+            own[name] = values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows]
+    return dataclasses.replace(request, **own)
 
 
 def _mixture(teachers: Teachers, infos: dict[str, ModelInfo], query: LogprobQuery) -> tuple[MixturePart, ...]:

@@ -123,6 +123,12 @@ class Catalog:
             raise self._unknown(name)
         return self.entries[name]
 
+    async def awake(self, name: str) -> ModelInfo:
+        """Waits until the model is awake; returns its info. Raises UnknownModel and Unavailable."""
+        entry = self.entry(name)
+        await entry.awake()
+        return entry.loaded().info
+
     def put(self, name: str, config: ServedModelConfig, served: Served | None) -> None:
         """Puts another model, or none, under the name; its sums follow."""
         self.entries[name].put(config, served)

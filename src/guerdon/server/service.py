@@ -122,7 +122,7 @@ class Service:
             async with asyncio.timeout(allowed_s):
                 if routes.names_teachers(request):
                     parts = functools.partial(self.score, client=client, hold=hold, started=started)
-                    return await routes.ask_teachers(request, name, self._info_of, parts)
+                    return await routes.ask_teachers(request, name, self.catalog.awake, parts)
                 await entry.awake()
                 asked = await self.reader.read(entry, request, client)
                 hold(accepted := asked.accepted(), asked.served.info)
@@ -142,12 +142,6 @@ class Service:
         await self._note(entry.info, request, reply, client)
         return reply
 
-    async def _info_of(self, name: str) -> ModelInfo:
-        """Waits until the model is awake; returns its info."""
-        entry = self.catalog.entry(name)
-        await entry.awake()
-        return entry.loaded().info
-
     async def _computed(self, job: Job, name: str) -> None:
         """Waits for a job that is queued; drops it if cancelled."""
         assert isinstance(job.owner, asyncio.Future) and self._asyncio is not None
@@ -166,9 +160,8 @@ class Service:
         info = asked.served.info
         work = functools.partial(answers.assemble, job, info.weights_version, asked.sequences, asked.errors)
         reply = await self.reader.run_over(len(asked.sequences), client, work)
-        kind = all_kinds.of(info)
-        reply = await kind.finish(asked, reply, self.metrics)
-        decoder = kind.tokenizer(asked.served)
+        reply = await all_kinds.of(info).finish(asked, reply, self.metrics)
+        decoder = all_kinds.of(info).tokenizer(asked.served)
         reply.text = decoder if isinstance(decoder, Decodes) else None
         self.metrics.add("guerdon_received_tokens", job.num_tokens, info.name)
         return reply

@@ -7,7 +7,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 from msgspec import Meta
 
-from guerdon.core import ModelInfo
+from guerdon.core import SAME_BITS, ModelInfo
 from guerdon.critic_core import Operation, OperationInfo
 from guerdon.errors import InvalidRequest
 from guerdon.wire.schema import MESSAGES, SENTENCES, Field, Info, inputs_of, outputs_of
@@ -120,7 +120,7 @@ def config(info: Info, max_batch_size: int) -> TritonConfig:
     if isinstance(info, ModelInfo):
         parameters = {name: getattr(info, name) for name in ("pooling", "tokenizer", "ending")}
         parameters["proofs"] = "\n".join(info.proofs)
-        parameters["same_bits"] = "true" if info.has_same_bits else "false" if info.is_checkpoint else ""
+        parameters["same_bits"] = str(SAME_BITS in info.proofs).lower() if info.is_checkpoint else ""
     return {
         "name": info.name,
         "platform": PLATFORM,
