@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 59_499,
-    "files of src": 323,
-    "lines of tests": 79_086,
-    "modules with one importer": 72,
-    "private functions that one place calls": 574,
+    "lines of src": 60_434,
+    "files of src": 326,
+    "lines of tests": 80_251,
+    "modules with one importer": 74,
+    "private functions that one place calls": 585,
     "imports, % of the lines": 7.0,
     "public classes with two homes": 0,
     "places outside of kinds/ that ask for the kind": 10,
