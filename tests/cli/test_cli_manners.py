@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "guerdon"]
 COMMANDS = [
     "serve", "serve-critic", "serve-teacher", "serve-judge", "score", "reinforce", "ppo", "distill", "doctor",
-    "convert", "completion",
+    "check", "convert", "completion",
 ]  # fmt: skip
 COLOURED, PLAIN = "\033[1;31mguerdon:\033[0m ", "guerdon: "
 

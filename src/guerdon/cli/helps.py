@@ -262,6 +262,24 @@ examples:
   guerdon doctor --json
 """
 
+CHECK_EXAMPLES = """\
+Try a server of rewards, log-probs or judgements for the known faults of such servers, from outside.
+
+examples:
+  # in the first form that it answers
+  guerdon check http://127.0.0.1:5555
+  # beside the checkpoint that it serves, by plain transformers
+  guerdon check http://127.0.0.1:8000 --form vllm-classify \\
+      --reference ./my-reward-model
+  # a server of your own, whose form is a file
+  guerdon check http://127.0.0.1:8000 --form my_form.yaml --json
+"""
+
+CHECK_NOTES = """\
+Each trial held, fell short or is not applicable. Exit status: 0 nothing fell short, 1 something did, 2 the server
+cannot be asked. docs/conformance.md says what each trial asks, and what other servers do.
+"""
+
 CONVERT_EXAMPLES = """\
 Convert a GGUF file, llama.cpp's format, an adapter, or InternLM2 to a folder that can be served.
 
@@ -303,6 +321,7 @@ COMMANDS: dict[str, tuple[str, str | None]] = {
     "ppo": (PPO_EXAMPLES, PPO_NOTES),
     "distill": (DISTILL_EXAMPLES, DISTILL_NOTES),
     "doctor": (DOCTOR_EXAMPLES, None),
+    "check": (CHECK_EXAMPLES, CHECK_NOTES),
     "convert": (CONVERT_EXAMPLES, CONVERT_NOTES),
     "completion": (COMPLETION_EXAMPLES, None),
 }

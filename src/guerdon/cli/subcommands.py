@@ -13,6 +13,7 @@ from typing import Any
 
 from guerdon import __version__
 from guerdon.cli import console, helps
+from guerdon.cli.check_forms import NAMES
 from guerdon.cli.parser import SHELLS, Parser, completion_script
 from guerdon.core import ModelInfo
 from guerdon.distributed.layout import wants_ranks
@@ -53,6 +54,7 @@ def make_parser() -> Parser:
         help="Servers (http:// or grpc:// URLs) and models (folders or hub ids) to check as well.",
     )  # fmt: skip
     doctor.add_argument("--json", action="store_true", help="Write the findings as JSON.")
+    _add_check(commands)
     _add_convert(commands)
     what = "Print a script that completes commands in a shell."
     completion = _add_command(commands, "completion", what, run_completion)
@@ -302,7 +304,7 @@ def _train(config: ActorConfig) -> int:
     return launch.run(config, import_module(f"guerdon.actor.{config.ALGORITHM}").train)
 
 
-# doctor, convert, completion
+# doctor, check, convert, completion
 
 
 def run_doctor(args: argparse.Namespace) -> int:
@@ -310,6 +312,32 @@ def run_doctor(args: argparse.Namespace) -> int:
     from guerdon.cli import doctor, findings
 
     return Exit.FAILED if findings.report(doctor.examine(args.TARGET), as_json=args.json) else Exit.DONE
+
+
+def _add_check(commands: Any) -> None:
+    parser = _add_command(commands, "check", "Try a server of rewards or log-probs for known faults.", run_check)
+    parser.usage = "guerdon check URL [--form FORM] [--reference FOLDER] [--FLAG VALUE ...]"
+    parser.add_argument("URL", help="http:// or https:// URL of any server that answers one of the forms.")
+    parser.add_argument(
+        "--form", metavar="FORM", help=f"How to ask: a file, or {', '.join(NAMES)} (default: the first that answers)."
+    )
+    parser.add_argument("--name", metavar="MODEL", help="Served model (default: the first that the server lists).")
+    parser.add_argument("--reference", metavar="FOLDER", help="Compare with this checkpoint by plain transformers.")
+    parser.add_argument("--max-length", type=int, help="Longest sequence, if neither server nor reference says so.")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-3,
+        help="Largest difference, as a share of the scores' standard deviation (default: %(default)s).",
+    )  # fmt: skip
+    parser.add_argument("--timeout", type=float, default=60.0, help="Seconds for each request (default: %(default)s).")
+    parser.add_argument("--json", action="store_true", help="Write the outcomes as JSON.")
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Tries a server; returns 1 if it fell short in a trial."""
+    console.check_single_process("check")
+    from guerdon.cli import check
+
+    return Exit.FAILED if check.check(args) else Exit.DONE
 
 
 def _add_convert(commands: Any) -> None:
