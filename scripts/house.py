@@ -19,12 +19,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 60_434,
-    "files of src": 326,
-    "lines of tests": 80_251,
-    "modules with one importer": 74,
-    "private functions that one place calls": 585,
-    "imports, % of the lines": 7.0,
+    "lines of src": 61_576,
+    "files of src": 331,
+    "lines of tests": 80_894,
+    "modules with one importer": 77,
+    "private functions that one place calls": 587,
+    "imports, % of the lines": 6.9,
     "public classes with two homes": 0,
     "places outside of kinds/ that ask for the kind": 10,
 }
