@@ -77,6 +77,11 @@ _TEI = {InvalidRequest: 422, UnknownModel: 404, Overloaded: 429, SampleFailed: 4
 EXAMPLES = [
     Example("/get_reward", lambda text: {"query": [text]}, lambda told: told["rewards"][0]),
     Example("/v1/score/evaluation", lambda text: {"messages": [text]}, lambda told: told["scores"][0]),
+    Example(
+        "/batch_reward",
+        lambda text: {"items": [{"prompt": text[:1], "response": text[1:]}]},
+        lambda told: told["rewards"][0]["reward"],
+    ),
     Example("/reward", lambda text: {"prompt": text[:1], "response": text[1:]}, lambda told: told),
     Example(
         "/classify",

@@ -17,6 +17,7 @@ from wire.asking import CRITIC, RM, ask, reply, reply_bytes
 
 ONE = {
     "/get_reward": {"query": ["a"]},
+    "/batch_reward": {"items": [{"prompt": "a", "response": "b"}]},
     "/reward": {"prompt": "a", "response": "b"},
     "/v1/score/evaluation": {"messages": ["a"]},
     "/classify": {"input": "a"},
@@ -34,6 +35,7 @@ ONE = {
 
 SEVERAL = {
     "/get_reward": {"query": ["a", "b"]},
+    "/batch_reward": {"items": [{"prompt": "a", "response": "b"}] * 2},
     "/classify": {"input": ["a", "b"]},
     "/pooling": {"input": ["a", "b"]},
     "/score": {"text_1": "a", "text_2": ["b", "c"]},
@@ -126,7 +128,7 @@ def test_a_model_without_rewards_is_refused_before_it_computes(path):
             ask(path, ONE[path]).check(CRITIC)
 
 
-KSERVE = {"/get_reward", "/reward", "/v1/score/evaluation"}
+KSERVE = {"/get_reward", "/batch_reward", "/reward", "/v1/score/evaluation"}
 TEI = {
     UnknownModel: (404, "Validation"),
     InvalidRequest: (422, "Validation"),

@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import InvalidRequest
 from guerdon.wire import schema
-from guerdon.wire.forms import form, label_probs, labels, sglang
+from guerdon.wire.forms import form, label_probs, labels, reward_services, sglang
 from guerdon.wire.forms.openai import Numbers, Row, Usage, count_tokens, new_id, to_error
 from guerdon.wire.forms.sample_options import (
     EncodingFormat,
@@ -211,9 +211,24 @@ def _pooling(body: PoolingBody, url: OptionsUrl) -> form.FormRequest:
     return form.FormRequest(body.model or "", request, to_reply, check)
 
 
-@form.serves("/score", "vLLM's scores of pairs", PairsReply, to_error=to_error)
-def _score(body: PairsBody, url: OptionsUrl) -> form.FormRequest:
+@form.serves(
+    "/score",
+    "vLLM's scores of pairs, and UniRL's reward service",
+    PairsReply,
+    reward_services.UniRLReply,
+    to_error=to_error,
+    choose=form.choose_by(
+        "text_1 queries data_1",
+        PairsBody,
+        "requests",
+        reward_services.UniRLBody,
+        "vLLM's form and of UniRL's; send text_1 and text_2, else requests",
+    ),
+)
+def _score(body: PairsBody | reward_services.UniRLBody, url: OptionsUrl) -> form.FormRequest:
     """The two texts of a pair are tokenised apart; the reply has one number a pair as `score`."""
+    if isinstance(body, reward_services.UniRLBody):
+        return reward_services.of_unirl(body)
     prompts, responses = _pairs(body)
     request = with_options(form.pair_samples(prompts, responses), body, -(body.priority or 0))
     activation, reply_id = activation_of(body), body.request_id or new_id()
