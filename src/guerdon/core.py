@@ -122,6 +122,18 @@ class Truncation:
     side: Literal["left", "right"]
 
 
+@dataclass(frozen=True, slots=True)
+class Cohort:
+    """The group that single calls are of: those with the same `key`, `size` samples in all; 0 is the server's setting.
+
+    `place` is the sample's number in it, if the sender counts them.
+    """
+
+    key: str
+    size: int = 0
+    place: int | None = None
+
+
 @dataclass(slots=True, eq=False)
 class ScoreRequest:
     """One client's request to one model: exactly one of `texts`, `messages` and `tokens`, with one entry per sample.
@@ -137,7 +149,7 @@ class ScoreRequest:
     added to texts; None adds them only to the pairs of such a model. With `completes` texts that the chat template has
     made end as it ends an answer. Without `truncation` the server's setting decides about long samples. `width` is the
     length of the padded rows that the tokens were sent in. With `is_whole` the first invalid sample fails the request,
-    and later ones need not be read.
+    and later ones need not be read. A judge that compares waits for the rest of the `cohort`.
     """
 
     texts: list[str] | None = None
@@ -159,6 +171,7 @@ class ScoreRequest:
     width: int | None = None
     asks: list[Any] | None = None
     is_whole: bool = False
+    cohort: Cohort | None = None
     is_checked: ClassVar[bool] = False
     """Whether the form that made the request has checked that the model reads such samples."""
 
@@ -242,6 +255,7 @@ class ModelInfo:
     of other servers are not `is_checkpoint`. If it `has_components`, the attributes are what the reward is made of, as
     a sum's and a judge's. With `adds_attributes` a sample may have more than `attribute_names`, with names of its own.
     Adapters that share the memory of a model have it as `shared_base`.
+    If it `compares`, a sample's reward depends on the others of its group.
     """
 
     name: str
@@ -280,6 +294,7 @@ class ModelInfo:
     has_components: bool = False
     adds_attributes: bool = False
     shared_base: str = ""
+    compares: bool = False
 
     def names_of(self, num_attributes: int) -> tuple[str, ...]:
         """Returns the attributes' names: LABEL_0, LABEL_1, ... if the model names none, as a user's function."""

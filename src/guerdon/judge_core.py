@@ -151,6 +151,11 @@ class Rubric:
         return own if own and self.own == "replace" else (*self.criteria, *own)
 
     @property
+    def compares(self) -> bool:
+        """Whether a sample's reward depends on the others of its group."""
+        return self.compare is not None and self.compare.schedule != "reference"
+
+    @property
     def needs_reference(self) -> bool:
         """Whether every sample needs a reference."""
         return "reference" in self.fields or (self.compare is not None and self.compare.schedule == "reference")

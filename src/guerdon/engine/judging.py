@@ -91,6 +91,7 @@ class JudgeEngine(TeacherEngine):
             takes_prompts=True,
             takes_labels=rubric.needs_reference or rubric.own != "ignore",
             adds_attributes=rubric.own != "ignore",
+            compares=rubric.compares,
             max_top_k=max(len(self.labels.ids), self.info.max_top_k),
             proofs=(*self.info.proofs, f"rubric: {found}"),
             hidden_size=0,

@@ -98,6 +98,7 @@ class ServedChatJudge:
             attribute_weights=rubric.attribute_weights,
             has_components=bool(rubric.attribute_names),
             adds_attributes=rubric.own != "ignore",
+            compares=rubric.compares,
             takes_messages=True,
             takes_tokens=False,
             takes_prompts=True,

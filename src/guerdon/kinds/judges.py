@@ -155,7 +155,7 @@ def read_samples(judge: Rendering, request: ScoreRequest, numbers: Iterable[int]
 def make_plan(judge: Rendering, request: ScoreRequest, samples: list[Sample | InvalidRequest]) -> Plan:
     """Returns the judge's questions about the request's samples; raises InvalidRequest."""
     compare, name = judge.rubric.compare, judge.info.name
-    if isinstance(request, GroupRequest) and (compare is None or compare.schedule == "reference"):
+    if isinstance(request, GroupRequest) and not judge.rubric.compares:
         how = "judges each response alone" if compare is None else "compares each response with its reference"
         raise InvalidRequest(f"{name} {how}, not with the others of its group; name a judge whose rubric compares them")
     if compare is None:

@@ -236,6 +236,7 @@ def _info(config: RewardConfig, infos: ListLike[ModelInfo]) -> ModelInfo:
         path="sum",
         is_checkpoint=False,
         has_components=True,
+        compares=any(info.compares for info in infos),
         tokenizer=tokenizers[0] if tokenizers and has_one_vocabulary else "",
         ending=endings.pop() if len(endings) == 1 else "",
         why=" + ".join(f"{part.weight:g} {part.model}" for part in config.components),

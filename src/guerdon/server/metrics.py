@@ -78,6 +78,8 @@ TABLE: dict[str, Definition] = {
         "Successful verdicts of judges that compare, each from both orders.", ("model", "criterion")),
     "guerdon_judge_disagreements": Definition("judges", Counter,
         "Verdicts on which the two orders disagreed: ties.", ("model", "criterion")),
+    "guerdon_groups": Definition("judges", Counter,
+        "Groups of single calls, by outcome: whole, incomplete (judged all the same) or failed.", ("model", "outcome")),
     "guerdon_judge_calls": Definition("judges in words", Counter,
         "Calls by outcome: answered, refused, cut, unusable (incomplete text), timeout, unreachable, malformed, "
         "status_429 and the like, abandoned (shutdown).", ("model", "outcome")),

@@ -158,6 +158,7 @@ async def serve(
             for waiting in stops:
                 waiting.cancel()
             service.ready = False
+            service.cohorts.end()
             log.info("stopping; %d accepted requests have %g s to finish", admission.num_requests, grace_s)
             ends = asyncio.get_running_loop().time() + grace_s
             with contextlib.suppress(TimeoutError):

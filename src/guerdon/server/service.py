@@ -21,6 +21,7 @@ from guerdon.server.batching.jobs import Job, Limits
 from guerdon.server.batching.loops import Loops
 from guerdon.server.batching.scheduler import Scheduler
 from guerdon.server.catalog import Catalog, batch_limits
+from guerdon.server.cohorts import Cohorts
 from guerdon.server.critic.controller import Critic, OperationResult, UnreadRequest
 from guerdon.server.metrics import Metrics
 from guerdon.server.model_repository import Repository
@@ -88,6 +89,7 @@ class Service:
             traces=self.traces,
             is_alone=is_alone,
         )
+        self.cohorts = Cohorts(config, lambda name, request, client: self.score(name, request, client), self.metrics)
         self.repository = Repository(self.catalog, self.loops, group, config, own_limits, is_alone=is_alone)
         self.triton = triton.Family(self.metrics, self.catalog.names(), self.loops.requests)
         self.recorder = PageRecorder(config, self.metrics, self.catalog, self.loops.depth)
@@ -110,6 +112,8 @@ class Service:
         tracing.tell(sequences=(num_samples := len(request)))
         self._check_size(name, request, num_samples, client)
         started = time.monotonic() if started is None else started
+        if self.cohorts.size(request) > 1 and (info := self.catalog.scored_by(name)).compares:
+            return await self.cohorts.score(info, request, client)
         if (made := self.catalog.sums.get(name)) is not None:
             parts = functools.partial(self.score, request=request, client=client, hold=hold, started=started)
             await self._note(made.info, request, reply := await made.ask(request, parts), client)

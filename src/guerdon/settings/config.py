@@ -501,6 +501,12 @@ class LimitsConfig:
         "Default timeout of a request, in seconds; none for a critic's requests.",
         above=0,
     )
+    group_size: int = setting(
+        0, "Responses that /verify waits for, if the judge compares them and the call has no group_size; 0: none.",
+        least=0,
+    )  # fmt: skip
+    group_wait_s: float = setting(300.0, "Longest wait for the rest of a group, in seconds.", above=0)
+    group_incomplete: Literal["fail", "judge"] = setting("fail", "What happens to a group that stays incomplete.")
     shutdown_timeout_s: float = setting(30.0, "Grace period for accepted requests after SIGTERM, in seconds.", least=0)
 
 

@@ -51,6 +51,7 @@ GROUPS = {
     "precision and devices": "dtype dequantize device deterministic require_packed recheck_share",
     "multi-process": "tensor_parallel data_parallel fsdp rank_timeout_s max_restarts",
     "request limits": "max_body_mb max_bodies_mb max_requests max_request_sequences max_connections",
+    "groups of single calls": "group_size group_wait_s group_incomplete",
     "timeouts": """request_timeout_s shutdown_timeout_s header_timeout_s read_timeout_s write_timeout_s
         idle_timeout_s""",
     "page, logs and traces": "dashboard dashboard_samples log_level log_format traces",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import itertools
 import math
 import operator
@@ -156,6 +157,11 @@ def check_values(texts: Sequence[Octets], what: str) -> None:
             return
     most = f"{MAX_VALUES:,} values" if num_values > MAX_VALUES else f"{MAX_CONTAINERS:,} lists and objects"
     raise InvalidRequest(f"{what} has more than {most} as JSON; send tensors in binary form, or fewer samples")
+
+
+def digest(value: Any) -> str:
+    """Returns a digest of a value that JSON may have; equal values in equal order have the same."""
+    return hashlib.sha256(repr(value).encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def check_depth(value: Any, what: str) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Raw
 
-from guerdon.core import Message, ModelInfo, ScoreReply, ScoreRequest
+from guerdon.core import Cohort, Message, ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.messages import plain
 from guerdon.wire import bodies, schema
@@ -41,6 +41,7 @@ Conversation = Annotated[
     list[Annotated[dict[str, Any], Meta(description="an object with role and content", extra_json_schema=_OBJECT)]],
     Meta(min_length=1, max_length=MAX_ROWS, description="a list of objects with role and content"),
 ]
+GroupName = Annotated[str | int, Meta(description="a string or a whole number, equal in all calls of a group")]
 ModelName = Annotated[str | None, Meta(description="a served model's name, or leave it out for the first one")]
 Switch = Annotated[Literal["true", "false"], Meta(description="true or false")] | None
 """A switch in the URL."""
@@ -99,6 +100,13 @@ class Body(Keys, kw_only=True):
     """The keys of every body."""
 
     model: ModelName = None
+
+
+class GroupBody(Body, kw_only=True):
+    """The keys of a body with samples that a judge may compare with those of other calls."""
+
+    group: GroupName | None = None
+    group_size: Annotated[int, Meta(ge=1, le=MAX_ROWS, description="a whole number from 1 up")] | None = None
 
 
 def one_of(body: Keys, first: str, second: str, them: str = "them") -> tuple[str, Any]:
@@ -165,9 +173,12 @@ class Form:
 
     def read(self, body: Octets, query: Mapping[str, str]) -> FormRequest:
         """Returns the request in the body and the URL's query; raises InvalidRequest."""
-        asked = self.to_request(*read_body(self, body, query))
+        parsed, url = read_body(self, body, query)
+        asked = self.to_request(parsed, url)
         if asked.request is not None:
             asked.request.is_whole = True
+            if isinstance(parsed, GroupBody) and parsed.group is not None:
+                asked.request.cohort = Cohort(repr(parsed.group), parsed.group_size or 0)
         return asked
 
 

@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
-from guerdon.core import Message, ModelInfo, Score, ScoreReply
+from guerdon.core import Cohort, Message, ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.judge_core import DISAGREED, Comparisons, GroupRequest, JudgedReply
 from guerdon.messages import answered, plain
 from guerdon.wire import bodies
-from guerdon.wire.bodies import MAX_ROWS, check_depth, kind_of
+from guerdon.wire.bodies import MAX_ROWS, check_depth, digest, kind_of
 from guerdon.wire.forms import form
 from guerdon.wire.forms.labels import attributes_of, number
 from guerdon.wire.kserve import ErrorBody, to_error
@@ -34,8 +34,9 @@ FAILURE_CLASS = "judge_failed"
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """The types of a message's parts that are text, and the key that has it."""
 
-_TASK, _FAILURE = "_ng_task_index", "_ng_failure_class"
-"""Keys that Gym adds to a rollout."""
+_TASK, _ROLLOUT, _FAILURE = "_ng_task_index", "_ng_rollout_index", "_ng_failure_class"
+_GROUP = ("_ng_group_id", "_ng_group_attempt", _TASK)
+"""Keys that Gym adds to a rollout; those that name its group."""
 
 _NESTED = ("reward_components", "components")
 """Objects whose numbers count as well, each under its own name after theirs."""
@@ -68,7 +69,7 @@ class PolicyResponse(msgspec.Struct, kw_only=True):
     output: list[dict[str, Any]]
 
 
-class VerifyBody(form.Body, kw_only=True):
+class VerifyBody(form.GroupBody, kw_only=True):
     """One rollout. Its further keys are the row's, and come back in the reply."""
 
     example: ClassVar[str] = (
@@ -192,6 +193,7 @@ def _verify(row: dict[str, Any], url: VerifyUrl) -> form.FormRequest:
         keys = [url.label] if url.label else LABEL_KEYS
         label = next((row[name] for name in keys if row.get(name) is not None), None)
         request.references = None if label is None else [label]
+        request.cohort = _cohort(body, row, request)
     except InvalidRequest as e:  # the sample's own error, as if it had come from the model
         unread = e
 
@@ -203,6 +205,16 @@ def _verify(row: dict[str, Any], url: VerifyUrl) -> form.FormRequest:
         return kept | {name: value for name, value in added.items() if value is not UNSET}
 
     return form.FormRequest(body.model or "", request, to_reply)
+
+
+def _cohort(body: VerifyBody, row: Mapping[str, Any], request: ScoreRequest) -> Cohort:
+    """Returns the rollout's group: its own, or rollouts of the same task, prompt and label."""
+    assert request.messages is not None
+    place = row.get(_ROLLOUT)
+    about = body.group
+    if about is None:
+        about = digest(([row.get(name) for name in _GROUP], request.messages[0][:-1], request.references))
+    return Cohort(repr(about), body.group_size or 0, place if isinstance(place, int) else None)
 
 
 def _told(result: Score | GuerdonError, info: ModelInfo, config: dict[str, Any]) -> VerifyReply:

@@ -11,7 +11,7 @@ from msgspec import Meta
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import InvalidRequest
 from guerdon.wire.bodies import MAX_ROWS, check_depth, kind_of
-from guerdon.wire.forms.form import Body, FormRequest, Switch, Text, Url, serves, to_texts
+from guerdon.wire.forms.form import FormRequest, GroupBody, Switch, Text, Url, serves, to_texts
 from guerdon.wire.forms.labels import attributes_of, number
 from guerdon.wire.kserve import to_error
 from guerdon.wire.score_tensors import prompt_groups, scores_of
@@ -27,7 +27,7 @@ class GetRewardUrl(Url, kw_only=True, forbid_unknown_fields=True):
     ending: Switch = None
 
 
-class GetRewardBody(Body, kw_only=True):
+class GetRewardBody(GroupBody, kw_only=True):
     """Whole texts, since 0.5.8 with their prompts and since 0.6 with their labels; empty lists count as none."""
 
     example: ClassVar[str] = '{"query": ["a prompt and its response"], "prompts": ["a prompt"], "labels": [null]}'

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from guerdon.core import ScoreRequest, Truncation
 from guerdon.errors import InvalidRequest
-from guerdon.wire.forms.form import Body, Switch, TokensUrl, Whole, refuses
+from guerdon.wire.forms.form import GroupBody, Switch, TokensUrl, Whole, refuses
 from guerdon.wire.forms.labels import Activation, in_base64
 
 EncodingFormat = Literal["float", "base64"] | None
@@ -24,7 +24,7 @@ class OptionsUrl(TokensUrl, kw_only=True, forbid_unknown_fields=True):
 
 
 @refuses("mm_processor_kwargs media_io_kwargs", "this server reads texts and token ids")
-class SampleOptions(Body, kw_only=True):
+class SampleOptions(GroupBody, kw_only=True):
     """`softmax` and `activation` are older names of `use_activation`."""
 
     priority: Whole | None = None

@@ -27,7 +27,7 @@ class RewardUrl(form.Url, kw_only=True, forbid_unknown_fields=True):
     key: Annotated[str, Meta(extra_json_schema={"not": {"const": "components"}})] = ""
 
 
-class RewardBody(form.Body, kw_only=True):
+class RewardBody(form.GroupBody, kw_only=True):
     """One sample, its prompt a text or messages."""
 
     example: ClassVar[str] = '{"prompt": "a prompt", "response": " and its response", "label": null}'
