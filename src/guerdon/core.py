@@ -122,18 +122,6 @@ class Truncation:
     side: Literal["left", "right"]
 
 
-@dataclass(frozen=True, slots=True)
-class Cohort:
-    """The group that single calls are of: those with the same `key`, `size` samples in all; 0 is the server's setting.
-
-    `place` is the sample's number in it, if the sender counts them.
-    """
-
-    key: str
-    size: int = 0
-    place: int | None = None
-
-
 @dataclass(slots=True, eq=False)
 class ScoreRequest:
     """One client's request to one model: exactly one of `texts`, `messages` and `tokens`, with one entry per sample.
@@ -171,7 +159,7 @@ class ScoreRequest:
     width: int | None = None
     asks: list[Any] | None = None
     is_whole: bool = False
-    cohort: Cohort | None = None
+    cohort: Any = None
     is_checked: ClassVar[bool] = False
     """Whether the form that made the request has checked that the model reads such samples."""
 

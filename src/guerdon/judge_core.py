@@ -266,6 +266,18 @@ class Judgement:
     comparisons: Comparisons | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Cohort:
+    """The group that single calls are of: those with the same `key`, `size` samples in all; 0 is the server's setting.
+
+    `place` is the sample's number in it, if the sender counts them.
+    """
+
+    key: str
+    size: int = 0
+    place: int | None = None
+
+
 @dataclass(slots=True, eq=False)
 class GroupRequest(ScoreRequest):
     """Asks a judge to compare all samples of the request with each other."""

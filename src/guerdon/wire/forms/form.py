@@ -12,8 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Raw
 
-from guerdon.core import Cohort, Message, ModelInfo, ScoreReply, ScoreRequest
+from guerdon.core import Message, ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest
+from guerdon.judge_core import Cohort
 from guerdon.messages import plain
 from guerdon.wire import bodies, schema
 from guerdon.wire.bodies import MAX_ROWS, Octets, check_depth, kind_of, kinds_of, to_ids

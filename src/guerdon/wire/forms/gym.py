@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
-from guerdon.core import Cohort, Message, ModelInfo, Score, ScoreReply, ScoreRequest
+from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest
-from guerdon.judge_core import DISAGREED, Comparisons, GroupRequest, JudgedReply
+from guerdon.judge_core import DISAGREED, Cohort, Comparisons, GroupRequest, JudgedReply
 from guerdon.messages import answered, plain
 from guerdon.wire import bodies
 from guerdon.wire.bodies import MAX_ROWS, check_depth, digest, kind_of
