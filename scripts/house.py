@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 62_023,
+    "lines of src": 62_024,
     "files of src": 333,
     "lines of tests": 81_299,
     "modules with one importer": 78,
