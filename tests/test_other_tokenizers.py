@@ -194,6 +194,10 @@ def test_what_a_student_of_another_tokenizer_cannot_have_is_refused(server: Runn
         answers = client.logprobs(tokens=[[300, 99999], [300, 301]])
         assert "outside the student's tokenizer" in answers.errors[0] and answers.errors[1] is None
         assert client.logprobs(texts=["the thing"]).errors == [None]  # as any teacher
+        for mixture in ({"plain": 1, "teacher": 1}, {"teacher": 1, "plain": 1}):
+            with pytest.raises(InvalidRequest, match="cannot be mixed"):
+                client.logprobs(tokens=[[300, 301]], teachers=mixture)
+        assert client.logprobs(tokens=[[300, 301]] * 2, teachers=["plain", "teacher"]).errors == [None] * 2
         names = client.config()["parameters"]
     assert json.loads(names["tokenizer"]["string_value"])["tokens"]
     reply = httpx.post(f"{server.http_url}/tokenize", json={"model": "teacher", "prompt": "the thing"})

@@ -195,6 +195,23 @@ def test_concurrent_mixtures_in_both_orders_have_the_same_bits(server: RunningSe
             np.testing.assert_array_equal(getattr(answers, name)[0], getattr(alone[i], name)[0])
 
 
+def test_a_path_names_the_teacher(server: RunningServer, logits: dict[str, list[torch.Tensor]]) -> None:
+    """For clients whose only setting is an address, such as TRL's of several teachers."""
+    url, row = server.http_url, ROWS[0].tolist()
+    assert [one["id"] for one in httpx.get(f"{url}/models/maths/v1/models").json()["data"]] == ["maths"]
+    body = {"prompt": [row], "max_tokens": 0, "prompt_logprobs": 0}
+    reply = httpx.post(f"{url}/models/maths/v1/completions", json=body).json()
+    got = [next(iter(one.values()))["logprob"] for one in reply["choices"][0]["prompt_logprobs"][1:]]
+    table = mixed(logits, 0, "maths").numpy()
+    assert reply["model"] == "maths"
+    np.testing.assert_allclose(got, table[np.arange(len(row) - 1), row[1:]], **NEAR)
+    named = httpx.post(f"{url}/models/maths/v1/completions", json=body | {"model": "code"}).json()
+    assert named["model"] == "code"  # the body counts
+    for path, status in (("/models/absent/v1/models", 404), ("/models/maths/absent", 404), ("/models/maths", 404)):
+        assert httpx.get(url + path).status_code == status
+    assert "unknown model 'absent'" in httpx.post(f"{url}/models/absent/v1/completions", json=body).text
+
+
 @pytest.mark.parametrize(
     ("teachers", "error", "message"),
     [
@@ -248,6 +265,9 @@ def test_a_row_that_one_teacher_cannot_read_harms_no_other(server: RunningServer
             client.hidden(tokens=[[5, 6]], teachers=MIXTURE)
         with pytest.raises(InvalidRequest, match="differ in size"):
             client.hidden(tokens=[[5, 6]] * 2, teachers=["teacher", "maths"])
+        tiny = client.logprobs(tokens=[[5, 6, 7]], teachers={"maths": 5e-324, "code": 1e29})
+        alone = client.logprobs(tokens=[[5, 6, 7]], teachers="code")
+        np.testing.assert_allclose(tiny.logprobs[0], alone.logprobs[0], rtol=0, atol=1e-6)
     with TeacherClient(server.http_url, "maths") as client:
         assert len(client.hidden(tokens=[[5, 6]] * 2, teachers="maths").hidden) == 2
 

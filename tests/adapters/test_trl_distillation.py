@@ -33,6 +33,7 @@ from trl.experimental.async_distillation import (
     async_rollout_worker,
 )
 from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
+from trl.experimental.sdft import SDFTConfig, SDFTTrainer
 from trl.experimental.server_distillation import ServerDistillationConfig, ServerDistillationTrainer
 
 import served
@@ -64,15 +65,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distillation")
     zoo.tokenizer(zoo.language_model("llama", folder / "teacher", seed=1))
     zoo.tokenizer(zoo.language_model("llama", folder / "student", seed=2))
+    zoo.tokenizer(zoo.language_model("llama", folder / "other", seed=3))
     return folder
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path, serve: Serve) -> RunningServer:
-    """A teacher behind a reward model, as a user may write them into one file."""
+    """Teachers behind a reward model, as a user may write them into one file; the second is the student itself."""
     models: list[Any] = [
         ModelConfig(model=str(served.reward_model(folder / "rm"))),
         TeacherConfig(model=str(folder / "teacher")),
+        TeacherConfig(model=str(folder / "other"), name="other"),
+        TeacherConfig(model=str(folder / "student"), name="self"),
     ]
     return serve(*models)
 
@@ -160,6 +164,50 @@ def test_a_trainer_computes_the_loss_of_plain_transformers(
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
     for weight, other_weight in zip(trainer.model.parameters(), reference.model.parameters(), strict=True):
         np.testing.assert_allclose(weight.detach(), other_weight.detach(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["teacher", "other"])
+def test_a_step_by_each_teacher_of_one_server_is_that_in_process(
+    name: str, server: RunningServer, folder: Path, tmp_path: Path
+) -> None:
+    """The URL names the teacher; the loss is that of transformers."""
+    settings: dict[str, Any] = {"beta": 0.5, "loss_top_k": 1, "max_steps": 1, "learning_rate": 0.1, "optim": "sgd"}
+    trainer = server_trainer(f"{server.http_url}/models/{name}", folder, tmp_path, **settings)
+    reference = server_trainer(server.http_url, folder, tmp_path, **settings)
+    reference.teacher_client = PlainTeacher(folder / name)
+    (log,), (expected,) = train(trainer), train(reference)
+    assert abs(expected["loss"]) > 1e-3
+    for key in ("loss", "grad_norm"):
+        assert log[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-5)
+
+
+def test_a_step_of_self_distillation_is_that_in_process(server: RunningServer, folder: Path, tmp_path: Path) -> None:
+    """TRL's SDFT has the teacher read the privileged context before the student's response.
+
+    It asks only the vLLM that generates, so that the trainer gets its client after it is made.
+    """
+    context = {"privileged_context": "The reference solution: 4."}
+    losses = []
+    for is_served in (True, False):
+        args = SDFTConfig(
+            output_dir=str(tmp_path), max_completion_length=12, distillation_mode="sampled_token",
+            distillation_alpha=1.0, teacher_model_kind="live", num_generations=2, max_steps=1, learning_rate=0.1,
+            optim="sgd", **COMMON,
+        )  # fmt: skip
+        trainer = SDFTTrainer(
+            model=AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float32),
+            args=args,
+            train_dataset=Dataset.from_list([row | context for row in TALKS]),
+            processing_class=AutoTokenizer.from_pretrained(folder / "student", padding_side="left"),
+        )
+        if is_served:
+            trainer.use_teacher_server = True
+            trainer.teacher_client = trl_client.VLLMClient(base_url=f"{server.http_url}/models/self")
+        losses.append(train(trainer)[0])
+    served_log, expected = losses
+    assert abs(expected["loss"]) > 1e-3
+    for key in ("loss", "grad_norm"):
+        assert served_log[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-5)
 
 
 def test_server_distillation_brings_the_student_closer(server: RunningServer, folder: Path, tmp_path: Path) -> None:

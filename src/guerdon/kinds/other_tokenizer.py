@@ -8,6 +8,8 @@ teacher's log-prob of a chunk is the sum over its own tokens (Niu et al., arXiv:
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +23,8 @@ from guerdon.teacher_core import LogprobQuery, TokenLogprobs
 UNALIGNED = -1
 """The chunk of a token that has none."""
 _BROKEN = "\ufffd"
+_MOST_A_TOKEN = 16
+"""A student's tokens that one of the teacher's may stand for; longer rows are not read."""
 _CONTEXT = 16
 """Tokens before a response that decide about the blank before its first word."""
 
@@ -107,17 +111,17 @@ async def read_as_student(
             raise InvalidRequest(
                 f"{served.info.name} reads another tokenizer's ids, and gives their log-probs alone: leave out {wanted}"
             )
-    lengths = request.prompt_lengths
-
-    def read(numbers: list[int]) -> list[Any]:
-        made: list[Any] = []
-        for i in numbers:
-            length = None if lengths is None else int(lengths[i])
-            assert request.tokens is not None
-            made.append(_read_row(request.tokens[i], length, queries[i], prompts.get(i), student, teacher))
-        return made
-
-    read_rows = await reading.run_in_parts(client, [*range(len(request))], read)
+    lengths, most = request.prompt_lengths, _MOST_A_TOKEN * (served.info.max_length or sys.maxsize)
+    read_rows: list[tuple[np.ndarray, int, Alignment] | InvalidRequest] = []
+    for i, row in enumerate(request.tokens or ()):
+        if len(row) > most:
+            read_rows.append(
+                InvalidRequest(f"the sample has {len(row)} tokens, many more than {served.info.name} takes")
+            )
+            continue
+        length = None if lengths is None else int(lengths[i])
+        read = functools.partial(_read_row, row, length, queries[i], prompts.get(i), student, teacher)
+        read_rows.append(await reading.run(client, read))  # a row a turn: each token is decoded
     plan = [None if isinstance(row, InvalidRequest) else row[2] for row in read_rows]
     rows = [row if isinstance(row, InvalidRequest) else row[0] for row in read_rows]
     starts = [0 if isinstance(row, InvalidRequest) else row[1] for row in read_rows]

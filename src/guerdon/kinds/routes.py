@@ -40,16 +40,23 @@ async def ask_teachers(
     queries: list[LogprobQuery] = list(request.asks or ())
     rows: dict[str, list[int]] = {}
     infos: dict[str, ModelInfo] = {}
+    mixtures: dict[tuple[tuple[str, float], ...], tuple[MixturePart, ...]] = {}
     for i, query in enumerate(queries):
         teachers: Teachers = query.teachers or {default: 1.0}
         try:
             for name in teachers.keys() - infos:
                 infos[name] = await info_of(name)
-            queries[i] = dataclasses.replace(query, teachers=None, mixture=_mixture(teachers, infos, query))
+            if (key := tuple(teachers.items())) not in mixtures:
+                mixtures[key] = _mixture(teachers, infos)
+            for info in (infos[name] for name in teachers):
+                if fault := query.find_fault_of_all(info.vocab_size or 0, info.max_top_k):
+                    raise InvalidRequest(f"{info.name}: {fault}")
+            queries[i] = dataclasses.replace(query, teachers=None, mixture=mixtures[key])
         except GuerdonError as e:
             raise named(f"row {i}, teachers", e) from e
         rows.setdefault(next(iter(teachers)), []).append(i)
-    _check_hidden(queries, [await info_of(default), *(infos[name] for name in rows)])
+    if any(query.with_hidden for query in queries):
+        _check_hidden(queries, [await info_of(default), *(infos[name] for name in rows)])
     asks = [score(name, request=_some(request, own, queries)) for name, own in rows.items()]
     replies = await ask_together(asks)
     order = {row: at for at, row in enumerate(row for own in rows.values() for row in own)}
@@ -80,25 +87,23 @@ def _some(request: ScoreRequest, rows: list[int], queries: list[LogprobQuery]) -
     return dataclasses.replace(request, **own)
 
 
-def _mixture(teachers: Teachers, infos: dict[str, ModelInfo], query: LogprobQuery) -> tuple[MixturePart, ...]:
+def _mixture(teachers: Teachers, infos: dict[str, ModelInfo]) -> tuple[MixturePart, ...]:
     """Returns the parts of a mixture, none of a single teacher; raises InvalidRequest if they cannot be mixed."""
-    total = math.fsum(teachers.values())
-    parts = tuple(MixturePart(infos[name], math.log(weight / total)) for name, weight in teachers.items())
-    first = parts[0].info
+    log_total = math.log(math.fsum(teachers.values()))
+    parts = tuple(MixturePart(infos[name], math.log(weight) - log_total) for name, weight in teachers.items())
+    known = next((part.info for part in parts if part.info.tokenizer), None)
     for info in (part.info for part in parts):
         if not schema.LOGPROBS.has(info):
             raise InvalidRequest(f"{info.name} is no teacher: it gives {', '.join(info.outputs)}")
-        if fault := query.find_fault_of_all(info.vocab_size or 0, info.max_top_k):
-            raise InvalidRequest(f"{info.name}: {fault}")
-        if info.tokenizer and first.tokenizer and (why := difference(first.tokenizer, info.tokenizer)):
-            raise InvalidRequest(f"{first.name} and {info.name} cannot be mixed, because token ids mean others: {why}")
+        if len(parts) > 1 and schema.CHUNKS.has(info):
+            raise InvalidRequest(f"{info.name} cannot be mixed with others, because it reads a student's token ids")
+        if info.tokenizer and known is not None and (why := difference(known.tokenizer, info.tokenizer)):
+            raise InvalidRequest(f"{known.name} and {info.name} cannot be mixed, because token ids mean others: {why}")
     return parts if len(parts) > 1 else ()
 
 
 def _check_hidden(queries: list[LogprobQuery], infos: list[ModelInfo]) -> None:
-    """Raises InvalidRequest if rows ask for hidden states that are not of one form."""
-    if not any(query.with_hidden for query in queries):
-        return
+    """Raises InvalidRequest unless hidden states of all rows are of one form."""
     if any(query.mixture for query in queries):
         raise InvalidRequest("a mixture has no hidden states; ask each of its teachers")
     if len({(info.hidden_size, info.dtype) for info in infos}) > 1:

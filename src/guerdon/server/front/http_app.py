@@ -292,7 +292,8 @@ class _Handlers:
         return 200 if status.is_ready(self._service) else 503, [], b""
 
     async def models(self, request: HttpRequest) -> Reply:
-        return _json(openai.list_models(self._service.catalog.loaded(), self._created))
+        catalog, name = self._service.catalog, request.query.get("model")
+        return _json(openai.list_models([catalog.scored_by(name)] if name else catalog.loaded(), self._created))
 
     async def one_model(self, request: HttpRequest) -> Reply:
         return _json(openai.describe_model(self._service.catalog.scored_by(request.names["name"]), self._created))

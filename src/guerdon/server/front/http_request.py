@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
@@ -50,6 +51,7 @@ READ_INLINE_BYTES = 65_536
 LEAST_BYTES_PER_S = 1 << 16
 """A client that reads a large answer more slowly is given up, after a while."""
 
+_OF_MODEL = re.compile(r"/models/([^/]+)(/.+)")
 _WATCH_AFTER_S = 0.01
 _INFLATE_INLINE_BYTES = 65_536
 _INFLATE_READ_BYTES = 65_536
@@ -75,15 +77,23 @@ class HttpRequest:
         self._watch: asyncio.TimerHandle | asyncio.Task[None] | None = None
 
     @functools.cached_property
-    def path(self) -> str:
-        """The path without the application's prefix, such as Ray Serve's route prefix."""
+    def _where(self) -> tuple[str, str]:
+        """The model that begins the path, as in /models/NAME/v1/completions (else ""), and the path without it."""
         path, root = self.scope["path"], self.scope.get("root_path", "")
-        return path[len(root) :] if root and path.startswith(root + "/") else path
+        path = path[len(root) :] if root and path.startswith(root + "/") else path
+        found = _OF_MODEL.fullmatch(path)
+        return (found[1], found[2]) if found else ("", path)
+
+    @property
+    def path(self) -> str:
+        """The path without the application's prefix, such as Ray Serve's route prefix, and without a model's."""
+        return self._where[1]
 
     @property
     def query(self) -> dict[str, str]:
         """The query's parameters, also those without a value: a misspelt name is refused either way."""
-        return dict(parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True))
+        found = dict(parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True))
+        return {"model": name, **found} if (name := self._where[0]) else found
 
     def content_length(self, limits: LimitsConfig) -> int:
         """Returns the size of the body as announced, 0 if it is not; raises PayloadTooLarge."""
