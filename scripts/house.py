@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 62_024,
+    "lines of src": 62_044,
     "files of src": 333,
-    "lines of tests": 81_299,
+    "lines of tests": 81_371,
     "modules with one importer": 78,
     "private functions that one place calls": 593,
     "imports, % of the lines": 6.9,
