@@ -164,6 +164,11 @@ class LocalTeacher(_LocalModel):
         return self._submit(teacher_calls.prepare_logprobs(self._name, accept(self.logprobs, samples))).result()
 
     @takes(TeacherArgs)
+    def submit(self, k: int = 0, **samples: Unpack[TeacherArgs]) -> Future[TeacherAnswers]:
+        """Returns a future of `logprobs`'s result, with a `k` of `top`'s."""
+        return self._submit(teacher_calls.prepare_top(self._name, k, accept(self.submit, samples)))
+
+    @takes(TeacherArgs)
     def top(self, k: int, **samples: Unpack[TeacherArgs]) -> TeacherAnswers:
         """Returns the `k` likeliest ids of each asked token with their log-probs, and what `logprobs` returns."""
         return self._submit(teacher_calls.prepare_top(self._name, k, accept(self.top, samples))).result()

@@ -191,6 +191,8 @@ class TokenLogprobs:
     minus infinity if there are none. `given_logprobs` are float32 `[n,G]`, 0 at pads. `next_ids` int32 and
     `next_logprobs` float32, both `[max(1,top_k)]`, are the likeliest ids after the last token.
 
+    `tokens`, int32 `[n]`, are the scored tokens themselves.
+
     Row r of `hidden`, `[n,H]`, is the head's input for the r-th scored token: float32 or float16, or uint16 with the
     bits of bfloat16.
 
@@ -209,6 +211,7 @@ class TokenLogprobs:
     next_logprobs: np.ndarray | None = None
     hidden: np.ndarray | None = None
     chunks: np.ndarray | None = None
+    tokens: np.ndarray | None = None
     versions: tuple[tuple[str, str], ...] = ()
 
     def numbers(self) -> list[np.ndarray | None]:

@@ -170,6 +170,15 @@ is scored twice.
 GUERDON_API_KEY.
 """
 
+LOGPROBS_EXAMPLES = """\
+Write a teacher's log-probs of a JSONL file's responses, and the likeliest ids
+of each token, to a folder of safetensors; the same command continues it.
+
+examples:
+  guerdon logprobs --server http://127.0.0.1:5555 in.jsonl -o logprobs/
+  # without a server
+  guerdon logprobs --model ./my-teacher --top-k 64 in.jsonl -o logprobs/
+"""
 REINFORCE_EXAMPLES = """\
 Train a policy by REINFORCE, RLOO or GRPO with a served reward model.
 
@@ -317,6 +326,7 @@ COMMANDS: dict[str, tuple[str, str | None]] = {
     "serve-teacher": (TEACHER_EXAMPLES, TEACHER_NOTES),
     "serve-judge": (JUDGE_EXAMPLES, JUDGE_NOTES),
     "score": (SCORE_EXAMPLES, SCORE_NOTES),
+    "logprobs": (LOGPROBS_EXAMPLES, None),
     "reinforce": (REINFORCE_EXAMPLES, REINFORCE_NOTES),
     "ppo": (PPO_EXAMPLES, PPO_NOTES),
     "distill": (DISTILL_EXAMPLES, DISTILL_NOTES),

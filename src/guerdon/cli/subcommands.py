@@ -32,7 +32,7 @@ from guerdon.settings.actors import (
     check_actor,
     describe_run,
 )
-from guerdon.settings.config import ModelConfig, ParallelConfig, ServerConfig
+from guerdon.settings.config import ModelConfig, ParallelConfig, ServerConfig, TeacherConfig
 
 
 def make_parser() -> Parser:
@@ -46,6 +46,7 @@ def make_parser() -> Parser:
         if kind.command is not None:
             _add_server(commands, kind.settings, kind.command)
     _add_score(commands)
+    _add_logprobs(commands)
     for name, actor in _ACTORS.items():
         _add_actor(commands, name, *actor)
     doctor = _add_command(commands, "doctor", "Check the installation, the machine and servers.", run_doctor)
@@ -255,6 +256,65 @@ def run_score(args: argparse.Namespace) -> int:
         )
     if args.plot:
         score_plot.draw(summary, args.plot, args.model or strip_credentials(args.server[0]), Path(args.IN).name)
+    return Exit.FAILED if summary.num_failed else Exit.DONE
+
+
+# logprobs
+
+
+def _add_logprobs(commands: Any) -> None:
+    parser = _add_command(
+        commands, "logprobs", "Write a teacher's log-probs of a JSONL file's responses.", run_logprobs
+    )
+    parser.show_first("out", "server", "model", "name", "top_k", "temperature", "template", "no_progress", "dtype")
+    parser.usage = "guerdon logprobs (--server URL | --model MODEL) IN -o FOLDER [--FLAG VALUE ...]"
+    parser.add_argument("IN", help="JSONL file, or .jsonl.gz.")
+    parser.add_argument("-o", "--out", metavar="FOLDER", required=True, help="Folder to write or to continue.")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--server", action="append", metavar="URL", help="http:// or grpc:// URL. Repeat it to share the load."
+    )
+    where.add_argument("--model", metavar="MODEL", help="Load this language model instead: a folder or hub id.")
+    parser.add_argument("--top-k", type=int, default=32, help="How many of the likeliest ids to keep. Default: 32.")
+    parser.add_argument("--temperature", type=float, default=1.0, help="Divides the logits. Default: 1.")
+    parser.add_argument("--template", action="store_true", help="Put prompts and responses through the chat template.")
+    parser.add_argument(
+        "--no-progress", action="store_true", help="Show no progress bar; it is shown only on terminals."
+    )
+    sources.add_server_flags(parser, TeacherConfig)
+
+
+def run_logprobs(args: argparse.Namespace) -> int:
+    """Writes the log-probs through servers or by a model in this process; returns 1 if samples failed."""
+    console.check_single_process("logprobs")
+    from guerdon.client import TeacherClient
+    from guerdon.client.logprob_file import write_logprobs
+
+    flags = sources.given_flags(args, TeacherConfig)
+    if args.server:
+        if unused := [flag.replace("_", "-") for flag in flags if flag != "name"]:
+            server = strip_credentials(args.server[0])
+            raise ConfigError(f"--{unused[0]} is given, but the model runs at {server}", "leave it out")
+        console.require_grpc(args.server)
+        teacher: Any = TeacherClient(args.server, model=flags.get("name", TeacherConfig.name))
+    else:
+        console.set_up_logging("warning", once=True)
+        require_modules(*SERVER_MODULES, extra="server")
+        from guerdon.local import LocalTeacher
+
+        most = max(args.top_k, flags.pop("max_top_k", TeacherConfig.max_top_k))
+        teacher = LocalTeacher(args.model, max_top_k=most, **flags)
+    with teacher:
+        summary = write_logprobs(
+            teacher,
+            args.IN,
+            args.out,
+            top_k=args.top_k,
+            temperature=args.temperature,
+            template=args.template,
+            progress=not args.no_progress and sys.stderr.isatty(),
+        )
+    sys.stderr.write(f"{summary}\n")
     return Exit.FAILED if summary.num_failed else Exit.DONE
 
 

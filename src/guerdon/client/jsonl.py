@@ -109,3 +109,25 @@ def _check_conversation(messages: Any) -> list[Message]:
 
 def _malformed(path: Path, line: int, why: str) -> StartError:
     return StartError(f"{path}, line {line}: {why}", f"each line is one of {_FORMS}")
+
+
+def asks_of(row: dict[str, Any], path: Path, line: int, template: bool) -> dict[str, Any]:
+    """Returns what a teacher is asked about the row's samples, as keywords of `TeacherClient.submit`.
+
+    Besides the forms of `samples_of` a row may have `tokens`, ids of which the first `prompt_length` are the prompt's.
+    Raises StartError naming the line if its form is unknown.
+    """
+    try:
+        if "tokens" in row:
+            ids, length = row["tokens"], row.get("prompt_length", 1)
+            if not isinstance(ids, list) or not ids or any(type(id_) is not int for id_ in ids):
+                raise ValueError("tokens is not a list of ids")
+            if type(length) is not int or not 1 <= length <= len(ids):
+                raise ValueError(f"prompt_length is {length!r}; it must be from 1 to the {len(ids)} tokens")
+            return {"tokens": [ids], "prompt_lengths": [length]}
+        samples, prompt = samples_of(row, path, line, template), row.get("prompt")
+        if prompt is None or isinstance(samples[0], list):
+            return {"texts" if isinstance(samples[0], str) else "messages": samples}
+        return {"texts": samples, "prompts": [prompt] * len(samples)}
+    except (ValueError, IndexError) as e:
+        raise _malformed(path, line, str(e) if isinstance(e, ValueError) else "it has no responses") from e

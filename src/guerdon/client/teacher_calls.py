@@ -31,7 +31,7 @@ NamedTeachers = str | Mapping[str, float] | Sequence[str | Mapping[str, float] |
 
 _TABLES = (
     *(schema.LOGPROBS, schema.ENTROPY, schema.TOP_IDS, schema.TOP_LOGPROBS, schema.REST),
-    *(schema.TARGET_LOGPROBS, schema.CHUNKS),
+    *(schema.TARGET_LOGPROBS, schema.CHUNKS, schema.TOKEN_IDS),
 )
 _ALWAYS = (schema.LOGPROB_COUNTS, schema.ERRORS)
 
@@ -46,7 +46,7 @@ class TeacherArgs(TypedDict, total=False):
     after it. `teacher_prompts` go with `tokens`: each is a text, token ids or a conversation, after which the teacher
     reads the response in place of its own prompt, or None; a row without `prompt_lengths` is all response then.
     `temperature` (1) divides the logits, `entropy` (False) asks for the entropies too, `rest` (False) beside
-    the likeliest ids for what is outside them. `teachers` are who answers: for each sample, or for all, the name of a
+    the likeliest ids for what is outside them, `token_ids` (False) for the asked tokens' ids. `teachers` are who answers: for each sample, or for all, the name of a
     teacher of the server, or names and weights of a mixture, the weighted mean of their probabilities; None is the
     client's own model. `priority` and
     `timeout_s` are as for `RewardClient.score`.
@@ -63,6 +63,7 @@ class TeacherArgs(TypedDict, total=False):
     temperature: float
     entropy: bool
     rest: bool
+    token_ids: bool
     priority: int
     timeout_s: float | None
 
@@ -74,7 +75,8 @@ class TeacherAnswers:
     Sample i has n_i asked tokens. `logprobs` and `entropy`, natural logarithms, are float32 `[n_i]`; `top_ids` int32
     and `top_logprobs` float32 are `[n_i, k]`, best first; `rest`, float32 `[n_i]`, is the logarithm of the probability
     of all other ids together, minus infinity for 0; `given_logprobs` are float32 `[n_i, K_i]`, 0 at pads;
-    `hidden` is float32 (float16 for a model in float16) `[n_i, H]`. Outputs that were not requested are None.
+    `hidden` is float32 (float16 for a model in float16) `[n_i, H]`, `tokens` int32 `[n_i]`. Outputs that were not
+    requested are None.
 
     `chunks`, int32 `[n_i]`, come from a teacher with another tokenizer: tokens of one chunk have equal shares of its
     log-prob, and a token that has none is -1, its log-prob NaN.
@@ -92,6 +94,7 @@ class TeacherAnswers:
     given_logprobs: list[np.ndarray] | None = None
     hidden: list[np.ndarray] | None = None
     chunks: list[np.ndarray] | None = None
+    tokens: list[np.ndarray] | None = None
     weights_version: str = ""
     queue_s: float = 0.0
     compute_s: float = 0.0
@@ -107,11 +110,13 @@ class TeacherAnswers:
 
 def prepare_logprobs(model: str, samples: TeacherArgs) -> Call[TeacherAnswers]:
     """Returns the call for the log-probs of the samples' own tokens."""
-    return _prepare(model, samples, (schema.LOGPROBS,))
+    return prepare_top(model, 0, samples)
 
 
 def prepare_top(model: str, k: int, samples: TeacherArgs) -> Call[TeacherAnswers]:
-    """Returns the call for the `k` likeliest ids of each token, and the log-probs of the actual ones."""
+    """Returns the call for the `k` likeliest ids of each token, if any, and the log-probs of the actual ones."""
+    if k == 0:
+        return _prepare(model, samples, (schema.LOGPROBS,))
     return _prepare(model, samples, (schema.LOGPROBS, schema.TOP_IDS, schema.TOP_LOGPROBS), {"top_k": int(k)})
 
 
@@ -147,6 +152,8 @@ def _prepare(
     parameters = {**(parameters or {}), "temperature": float(about.pop("temperature", 1.0))}
     if about.pop("entropy", False):
         outputs += (schema.ENTROPY,)
+    if about.pop("token_ids", False):
+        outputs += (schema.TOKEN_IDS,)
     if about.pop("rest", False):
         if "top_k" not in parameters:
             raise InvalidRequest("rest is what top leaves out: ask for it with top")

@@ -36,9 +36,9 @@ class TeacherClient(BlockingClient[Session]):
         return self._ask(teacher_calls.prepare_logprobs(self._model, accept(self.logprobs, samples)))
 
     @takes(TeacherArgs)
-    def submit(self, **samples: Unpack[TeacherArgs]) -> Future[TeacherAnswers]:
-        """Returns a future of `logprobs`'s result, at once; thousands may be under way."""
-        call = teacher_calls.prepare_logprobs(self._model, accept(self.submit, samples))
+    def submit(self, k: int = 0, **samples: Unpack[TeacherArgs]) -> Future[TeacherAnswers]:
+        """Returns a future of `logprobs`'s result, with a `k` of `top`'s, at once; thousands may be under way."""
+        call = teacher_calls.prepare_top(self._model, k, accept(self.submit, samples))
         return self._submit(self._caller.ask(call), call.priority)
 
     @takes(TeacherArgs)

@@ -420,6 +420,7 @@ class _Part:
                 made.given_logprobs = made.given_logprobs[:, : one.given.shape[1]]
             own = {name: table[self.state_of[start:end]] for name, table in states.items()}
             made.hidden, made.entropy, made.rest = own.get("hidden"), own.get("entropy"), own.get("rest")
+            made.tokens = one.targets[: end - start].astype(np.int32)
             if form.top_k:
                 made.top_ids, made.top_logprobs = own["top_ids"], own["top_logprobs"]
             if form.with_next:

@@ -178,6 +178,8 @@ ENTROPY = Field("entropy", "FP32", "B W", "answer.entropy", _TEACHER,
                 "of the whole distribution, in nats", is_listed=False)
 RANKS = Field("ranks", "INT32", "B W", "answer.ranks", _TEACHER,
               "number of ids at least as likely as the actual token, itself included", is_listed=False)
+TOKEN_IDS = Field("token_ids", "INT32", "B W", "answer.tokens", _TEACHER,
+                  "the actual tokens, of samples that were sent as text, too", -1, is_listed=False)
 NEXT_IDS = Field("next_ids", "INT32", "B K", "answer.next_ids", _TEACHER,
                  "the likeliest ids after the last token; K is 1 without `top_k`", -1, is_listed=False)
 NEXT_LOGPROBS = Field("next_logprobs", "FP32", "B K", "answer.next_logprobs", _TEACHER,
@@ -210,8 +212,8 @@ INPUTS = (
 OPERATION_OUTPUTS = (LOSS, STATUS, STATE, REPORT, ADVANTAGES, OUT_RETURNS)
 OUTPUTS = [
     *(REWARDS, ATTRIBUTES, VALUES, STEP_REWARDS, STEP_COUNTS, EXCEEDED, LOGPROBS, LOGPROB_COUNTS, OUT_LENGTHS),
-    *(TOP_IDS, TOP_LOGPROBS, REST, TARGET_LOGPROBS, ENTROPY, RANKS, NEXT_IDS, NEXT_LOGPROBS, CHUNKS),
-    *(HIDDEN_STATES, HIDDEN_OFFSETS, MORE_ATTRIBUTES, ERRORS),
+    *(TOP_IDS, TOP_LOGPROBS, REST, TARGET_LOGPROBS, ENTROPY, RANKS, TOKEN_IDS, NEXT_IDS, NEXT_LOGPROBS),
+    *(CHUNKS, HIDDEN_STATES, HIDDEN_OFFSETS, MORE_ATTRIBUTES, ERRORS),
     *OPERATION_OUTPUTS,
 ]
 MODEL_OUTPUTS = {field.name: field for field in OUTPUTS if field not in OPERATION_OUTPUTS}
