@@ -33,8 +33,8 @@ from processes import environment
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "guerdon"]
 COMMANDS = [
-    "serve", "serve-critic", "serve-teacher", "serve-judge", "score", "reinforce", "ppo", "distill", "doctor",
-    "check", "convert", "completion",
+    "serve", "serve-critic", "serve-teacher", "serve-judge", "score", "logprobs", "reinforce", "ppo", "distill",
+    "doctor", "check", "convert", "completion",
 ]  # fmt: skip
 COLOURED, PLAIN = "\033[1;31mguerdon:\033[0m ", "guerdon: "
 
@@ -83,7 +83,8 @@ def shown_flags(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "serve-critic", "serve-teacher", "serve-judge", "score", "reinforce", "ppo", "distill"]
+    "command",
+    ["serve", "serve-critic", "serve-teacher", "serve-judge", "score", "logprobs", "reinforce", "ppo", "distill"],
 )
 def test_help_shows_ten_flags_and_help_all_shows_all(command: str) -> None:
     parser = parsers()[command]

@@ -46,10 +46,10 @@ class TeacherArgs(TypedDict, total=False):
     after it. `teacher_prompts` go with `tokens`: each is a text, token ids or a conversation, after which the teacher
     reads the response in place of its own prompt, or None; a row without `prompt_lengths` is all response then.
     `temperature` (1) divides the logits, `entropy` (False) asks for the entropies too, `rest` (False) beside
-    the likeliest ids for what is outside them, `token_ids` (False) for the asked tokens' ids. `teachers` are who answers: for each sample, or for all, the name of a
-    teacher of the server, or names and weights of a mixture, the weighted mean of their probabilities; None is the
-    client's own model. `priority` and
-    `timeout_s` are as for `RewardClient.score`.
+    the likeliest ids for what is outside them, `token_ids` (False) for the asked tokens' ids. `teachers` are who
+    answers: for each sample, or for all, the name of a teacher of the server, or names and weights of a mixture, the
+    weighted mean of their probabilities; None is the client's own model. `priority` and `timeout_s` are as for
+    `RewardClient.score`.
     """
 
     tokens: TokenRows
