@@ -198,9 +198,11 @@ def _check(config: ServerConfig) -> None:
             "tls_cert, tls_key and tls_client_ca have no effect: Ray's proxies listen, without TLS",
             "remove them, and put a TLS proxy in front of Ray's",
         )
-    if config.model_repository is not None:
+    for name in ("model_repository", "weight_transfer"):
+        if getattr(config, name) is None:
+            continue
         raise ConfigError(
-            "model_repository is set, but one replica of several cannot load a model",
+            f"{name} is set, but one replica of several cannot load a model",
             "remove it, and redeploy the application for other weights",
         )
     for reward in config.rewards:

@@ -104,6 +104,20 @@ class Repository:
         folder = entry.config.model if source is None else self._folder(source, entry.config)
         return await self._run_alone(name, client, lambda: self._load(name, folder))
 
+    def folder_of(self, name: str) -> Path:
+        """Returns the folder from which the model is loaded; raises as `load`, and InvalidRequest if it is none."""
+        entry = self._entry(name, "given live weights")
+        folder = Path(entry.config.model).expanduser()
+        entry.loaded()
+        entry.check_serves()
+        if not folder.is_dir() or (folder / "adapter_config.json").exists():
+            raise InvalidRequest(f"live weights need a model that is loaded from a whole checkpoint's folder: {name}")
+        return folder
+
+    async def load_folder(self, name: str, folder: str, client: str = "") -> str:
+        """As `load`, of a folder that the server itself has made."""
+        return await self._run_alone(name, client, lambda: self._load(name, folder))
+
     async def unload(self, name: str, client: str = "") -> None:
         """Takes the model off the device after its accepted requests; idempotent.
 

@@ -537,6 +537,9 @@ class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig, DashboardConfig):
         most=65_535,
     )
     model_repository: str | None = setting(None, "Folder of checkpoints that admins may load while the server runs.")
+    weight_transfer: str | None = setting(
+        None, "Take live weights from trainers; files of safetensors that they name lie in this folder."
+    )
     while_asleep: Literal["refuse", "wait"] = setting(
         "refuse", "What requests to a sleeping model do: get status 503 with Retry-After, or wait until it wakes up."
     )

@@ -39,7 +39,7 @@ GROUPS = {
     "authentication and TLS": "api_keys_file allow_anonymous tls_cert tls_key tls_client_ca",
     "model": """name revision base max_length truncation pooling attribute_weights merge_attributes mean std
         step_separator step_reduction chat_template system generation_prompt max_top_k student_tokenizer rubric verdict
-        max_other_mass model_repository while_asleep""",
+        max_other_mass model_repository weight_transfer while_asleep""",
     "isolated functions": """isolate children sample_deadline_s sample_cpu_s sample_memory_mb sample_processes
         import_deadline_s pass_env""",
     "training": """global_batch_size learning_rate weight_decay betas optimizer lr_schedule warmup_steps total_steps

@@ -76,7 +76,8 @@ _TYPES: list[Any] = list(
             *(kind for form in ALL_FORMS.values() for kind in (*form.bodies, form.url, *form.replies, form.error)),
             *(kind for form in TOKEN_FORMS.values() for kind in (*form.bodies, form.url, *form.replies)),
             *(vllm_control.SleepUrl, vllm_control.WakeUrl, vllm_control.SleepReply, vllm_control.WakeReply),
-            *(vllm_control.IsSleepingReply, tokens.InfoReply),
+            *(vllm_control.IsSleepingReply, vllm_control.UpdateUrl, vllm_control.InitBody, vllm_control.UpdateBody),
+            *(vllm_control.FinishBody, vllm_control.PhaseReply, tokens.InfoReply),
             *(kind for answer in ANSWERS.values() for kind in (answer.body, answer.reply) if kind is not None),
         ]
     )
@@ -224,10 +225,22 @@ def _control(names: list[str]) -> dict[str, Any]:
     sleep, wake, told = (
         _ok(_JSON, kind) for kind in (vllm_control.SleepReply, vllm_control.WakeReply, vllm_control.IsSleepingReply)
     )
+    phase, of_update = _ok(_JSON, vllm_control.PhaseReply), _in_url(vllm_control.UpdateUrl, names)
+    phases = [
+        ("/init_weight_transfer_engine", "Sets up live weights", _content(_JSON, vllm_control.InitBody)),
+        ("/start_weight_update", "Begins an update of the weights", None),
+        (
+            "/update_weights",
+            "Takes tensors, as safetensors or by files",
+            _content(_JSON, vllm_control.UpdateBody) | _content(_BINARY, _BYTES),
+        ),
+        ("/finish_weight_update", "Swaps the new weights in", _content(_JSON, vllm_control.FinishBody)),
+    ]
     of_sleep, of_wake = (_in_url(url, names) for url in (vllm_control.SleepUrl, vllm_control.WakeUrl))
     return {
         "/sleep": _path(_WRITE, f"Gives models' memory back until they wake up; {trains}", sleep, of_sleep),
         "/wake_up": _path(_WRITE, f"Wakes models up; {trains}", wake, of_wake),
+        **{path: _path(_WRITE, f"{what}; {trains}", phase, of_update, body) for path, what, body in phases},
         "/is_sleeping": _path(_READ, "Which models sleep", told, _in_url(Url, names)),
     }
 

@@ -51,6 +51,7 @@ from guerdon.server.front.page_routes import Pages
 from guerdon.server.front.request_spans import Spans
 from guerdon.server.reading import NUM_THREADS
 from guerdon.server.service import Service
+from guerdon.server.weight_updates import WeightUpdates
 from guerdon.settings.access import Role
 from guerdon.settings.config import ServerConfig
 from guerdon.wire import bodies, kserve, openapi, signature
@@ -229,6 +230,10 @@ def _routes(admission: Admission, config: ServerConfig) -> list[Route]:
         Route("/sleep", POST, handlers.sleep),
         Route("/wake_up", POST, handlers.wake_up),
         Route("/is_sleeping", GET, handlers.is_sleeping),
+        Route("/init_weight_transfer_engine", POST, handlers.init_weights),
+        Route("/start_weight_update", POST, handlers.start_weights),
+        Route("/update_weights", POST, handlers.update_weights),
+        Route("/finish_weight_update", POST, handlers.finish_weights),
         Route("/openapi.json", GET, handlers.openapi),
         Route("/metrics", GET, handlers.metrics),
         Route("/health", GET, handlers.health),
@@ -369,6 +374,52 @@ class _Handlers:
         entries = catalog.entries if not asked.model else {asked.model: catalog.entry(asked.model)}
         levels = {name: entry.sleep.level for name, entry in entries.items() if entry.sleep is not None}
         return _json(vllm_control.IsSleepingReply(bool(levels), levels))
+
+    async def init_weights(self, request: HttpRequest) -> Reply:
+        """Sets up live weights."""
+        name, _, updates = self._updated(request)
+        body = await self._read_body(request, lambda body: bodies.read(body, vllm_control.InitBody))
+        async with updates.lock(name):
+            updates.init(name, body.check())
+        return _json(vllm_control.PhaseReply(message="Weight transfer initialized"))
+
+    async def start_weights(self, request: HttpRequest) -> Reply:
+        """Begins an update."""
+        name, _, updates = self._updated(request)
+        async with updates.lock(name):
+            update_id = await updates.start(name)
+        return _json(vllm_control.PhaseReply(message="Weight update started", update_id=update_id))
+
+    async def update_weights(self, request: HttpRequest) -> Reply:
+        """Takes tensors."""
+        name, update_id, updates = self._updated(request)
+        is_json = request.headers.get(b"content-type", b"").startswith(b"application/json")
+        with Place(self._admission.gate, request.caller.name) as place:
+            body = await request.read_body(place, self._config)
+            sources: list[Any] = bodies.read(body, vllm_control.UpdateBody).files() if is_json else [body]
+            async with updates.lock(name):
+                for source in sources:
+                    missing = await updates.add(name, update_id, source)
+        return _json(vllm_control.PhaseReply(message="Weights updated", missing=missing))
+
+    async def finish_weights(self, request: HttpRequest) -> Reply:
+        """Swaps the new weights in."""
+        name, update_id, updates = self._updated(request)
+        none = vllm_control.FinishBody()
+        body = await self._read_body(request, lambda body: bodies.read(body, vllm_control.FinishBody) if body else none)
+        async with updates.lock(name):
+            version = await updates.finish(name, update_id, request.caller.name)
+        told = vllm_control.PhaseReply(
+            message="Weight update finished", weights_version=version, weight_version=body.weight_version
+        )
+        return 200, [JSON, version_header(version)], bodies.write(told)
+
+    def _updated(self, request: HttpRequest) -> tuple[str, str, WeightUpdates]:
+        """Returns the model of an update, the update's id, and the server's updates."""
+        request.caller.need(Role.TRAIN, "to replace weights")
+        asked = bodies.convert(request.query, vllm_control.UpdateUrl, "the URL")
+        service = self._service
+        return service.catalog.scored_by(asked.model).name, asked.update_id, service.weight_updates
 
     async def answer(self, answer: Answer, request: HttpRequest) -> Reply:
         """Answers without a model."""

@@ -1,0 +1,253 @@
+"""Live weights: a trainer replaces a served model's weights by vLLM's four phases, over HTTP or by files.
+
+What arrives is checked and written to a checkpoint of its own beside the one that serves, tensor by tensor, so that
+little of it is in memory. Only a whole one is loaded, as by a hot swap: a trainer that dies changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from guerdon.errors import Forbidden, InvalidRequest, StorageFailed
+from guerdon.server.model_repository import Repository
+
+_BITS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<u4"), "BF16": np.dtype("<u2"), "F16": np.dtype("<u2")}
+"""The dtypes of weights, and their bits."""
+_AT_ONCE = 1 << 22
+"""Numbers that are blended at once."""
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file or a body: its dtype, shape, and its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """Yields its numbers as float32, a few MiB at a time."""
+        bits = np.frombuffer(self.data, _BITS[self.dtype])
+        for start in range(0, len(bits), _AT_ONCE):
+            some = bits[start : start + _AT_ONCE]
+            if self.dtype == "BF16":
+                yield (some.astype(np.uint32) << 16).view(np.float32)
+            else:
+                yield some.view(np.float32 if self.dtype == "F32" else np.float16).astype(np.float32)
+
+
+@dataclass(slots=True)
+class _Update:
+    """An update in progress: its id, its folder, and the file of each tensor that has arrived."""
+
+    id: str
+    folder: Path
+    base: Path
+    wanted: dict[str, Stored]
+    is_tied: bool
+    files: dict[str, str] = field(default_factory=dict)
+    fault: str = ""
+
+
+class WeightUpdates:
+    """The updates of a server's models, one at a time for each. Belongs to one asyncio loop."""
+
+    def __init__(self, repository: Repository, folder: str | None) -> None:
+        """`folder` has the files that trainers may name; None turns updates off."""
+        self._repository = repository
+        self._root = None if folder is None else Path(folder).expanduser().resolve()
+        self._ema: dict[str, float] = {}
+        self._open: dict[str, _Update] = {}
+        self._own: dict[str, Path] = {}
+        self._places: dict[str, tempfile.TemporaryDirectory[str]] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    def lock(self, name: str) -> asyncio.Lock:
+        """Returns the lock of a model's updates: its phases come one after the other."""
+        return self._locks.setdefault(name, asyncio.Lock())
+
+    def init(self, name: str, ema: float) -> None:
+        """Adopts the settings of a model's updates, and forgets one that is open; raises InvalidRequest, Forbidden."""
+        if self._root is None:
+            raise Forbidden("this server takes no live weights: start it with --weight-transfer FOLDER")
+        if not 0 <= ema < 1:
+            raise InvalidRequest(f"ema is {ema:g}; it must be at least 0 and below 1, which would change nothing")
+        self._repository.folder_of(name)
+        self.drop(name)
+        self._ema[name] = ema
+
+    def drop(self, name: str) -> None:
+        """Forgets the update that is open, if any."""
+        if (update := self._open.pop(name, None)) is not None:
+            shutil.rmtree(update.folder, ignore_errors=True)
+
+    async def start(self, name: str) -> str:
+        """Begins an update, and drops one that was not finished; returns its id."""
+        if name not in self._ema:
+            raise InvalidRequest(f"live weights of {name} are not set up: POST /init_weight_transfer_engine first")
+        self.drop(name)
+        base = self._repository.folder_of(name)
+        wanted = await asyncio.to_thread(_read_folder, base)
+        place = self._places.setdefault(name, tempfile.TemporaryDirectory(prefix="guerdon-weights-"))
+        settings = json.loads((base / "config.json").read_text())
+        is_tied = settings.get("tie_word_embeddings") is True and "lm_head.weight" not in wanted
+        update = _Update(secrets.token_hex(8), Path(tempfile.mkdtemp(dir=place.name)), base, wanted, is_tied)
+        self._open[name] = update
+        return update.id
+
+    async def add(self, name: str, update_id: str, source: bytes | bytearray | str) -> int:
+        """Takes the tensors of a body, or of the file of that name; returns how many are still missing.
+
+        Raises InvalidRequest for a tensor of another name or shape, one that came before, and for a torn file; then the
+        update cannot be finished. Raises StorageFailed.
+        """
+        update = self._find(name, update_id)
+        try:
+            tensors = await asyncio.to_thread(self._tensors, source)
+            ema = self._ema[name]
+            await asyncio.to_thread(_keep, update, tensors, ema)
+        except (InvalidRequest, StorageFailed) as e:
+            update.fault = str(e)
+            raise
+        return len(update.wanted) - len(update.files)
+
+    async def finish(self, name: str, update_id: str, client: str) -> str:
+        """Swaps the new weights in, and returns their version; raises InvalidRequest unless all have arrived."""
+        update = self._find(name, update_id)
+        del self._open[name]
+        try:
+            missing = update.wanted.keys() - update.files.keys()
+            if update.fault or missing:
+                why = update.fault or f"{len(missing)} tensors are missing, such as {min(missing)}"
+                raise InvalidRequest(f"the update of {name} is not complete: {why}; begin it again")
+            if self._repository.folder_of(name) != update.base:
+                raise InvalidRequest(f"{name} was loaded again since the update began; begin it again")
+            await asyncio.to_thread(_complete, update)
+            version = await self._repository.load_folder(name, str(update.folder), client)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, update.folder, ignore_errors=True)
+            raise
+        if (before := self._own.get(name)) is not None:
+            await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
+        self._own[name] = update.folder
+        return version
+
+    def _find(self, name: str, update_id: str) -> _Update:
+        update = self._open.get(name)
+        if update is None or update_id not in ("", update.id):
+            other = "" if update is None else f" with the id {update_id}: another began since"
+            raise InvalidRequest(f"no update of {name} is open{other}; POST /start_weight_update first")
+        return update
+
+    def _tensors(self, source: bytes | bytearray | str) -> dict[str, Stored]:
+        if not isinstance(source, str):
+            return _parse(source, "the body")
+        assert self._root is not None
+        path = (self._root / source).resolve()
+        if not path.is_relative_to(self._root) or not path.is_file():
+            raise InvalidRequest(f"there is no file {source!r} in the folder of --weight-transfer")
+        return _read(path)
+
+
+def _keep(update: _Update, tensors: dict[str, Stored], ema: float) -> None:
+    """Writes the tensors to a file of the update, blended with those that serve if there is an `ema`."""
+    if update.is_tied:  # state_dict() has the output layer a second time
+        tensors.pop("lm_head.weight", None)
+    for name, tensor in tensors.items():
+        own = update.wanted.get(name)
+        if own is None:
+            raise InvalidRequest(f"{name} is none of the model's tensors, which are named as in its checkpoint")
+        if own.shape != tensor.shape:
+            raise InvalidRequest(f"{name} has shape {list(tensor.shape)}, and the model's has {list(own.shape)}")
+        if name in update.files:
+            raise InvalidRequest(f"{name} was sent before in this update")
+    file_name = f"model-{len(update.files):06d}.safetensors"
+    dtypes = {name: "F32" if ema else tensor.dtype for name, tensor in tensors.items()}
+    try:
+        with (update.folder / file_name).open("wb") as file:
+            file.write(_header(tensors, dtypes))
+            for name, tensor in tensors.items():
+                if not ema:
+                    file.write(tensor.data)
+                    continue
+                pairs = zip(update.wanted[name].pieces(), tensor.pieces(), strict=True)
+                for old, new in pairs:
+                    file.write((old.astype(np.float64) * ema + new.astype(np.float64) * (1 - ema)).astype("<f4").data)
+    except OSError as e:
+        raise StorageFailed(f"{update.folder} cannot take the weights: {e.strerror}") from e
+    update.files |= dict.fromkeys(tensors, file_name)
+
+
+def _complete(update: _Update) -> None:
+    """Makes a checkpoint of the update: its index, and the other files of the one that serves."""
+    try:
+        for path in update.base.iterdir():
+            if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt") and path.name != _INDEX:
+                shutil.copyfile(path, update.folder / path.name)
+        (update.folder / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": update.files}))
+    except OSError as e:
+        raise StorageFailed(f"{update.folder} cannot take the weights: {e.strerror}") from e
+
+
+def _read_folder(folder: Path) -> dict[str, Stored]:
+    """Returns the tensors of the checkpoint that serves; raises InvalidRequest if it is not one of safetensors."""
+    index = folder / _INDEX
+    names = (
+        sorted({*json.loads(index.read_text())["weight_map"].values()}) if index.is_file() else ["model.safetensors"]
+    )
+    if not all((folder / name).is_file() for name in names):
+        raise InvalidRequest(f"live weights need a checkpoint of model.safetensors, and {folder.name} has none")
+    return {name: tensor for file in names for name, tensor in _read(folder / file).items()}
+
+
+def _read(path: Path) -> dict[str, Stored]:
+    try:
+        return _parse(np.memmap(path, np.uint8, "r").data, path.name)
+    except (OSError, ValueError) as e:
+        raise InvalidRequest(f"{path.name} cannot be read: {e}") from e
+
+
+def _parse(data: Any, what: str) -> dict[str, Stored]:
+    """Returns the tensors of a file of safetensors; raises InvalidRequest if it is torn, or none."""
+    view = memoryview(data)
+    try:
+        stop = 8 + int.from_bytes(view[:8], "little")
+        header: Any = json.loads(bytes(view[8:stop])) if 8 < stop <= len(view) else None
+        header.pop("__metadata__", None)
+        found, end = {}, 0
+        for name, about in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            (begin, after), shape = about["data_offsets"], tuple(about["shape"])
+            bits = _BITS[about["dtype"]]
+            size = int(np.prod(shape, dtype=object)) * bits.itemsize
+            if begin != end or after != begin + size:
+                raise ValueError(f"the offsets of {name} are wrong")
+            found[name], end = Stored(about["dtype"], shape, view[stop + begin : stop + after]), after
+        if stop + end != len(view):
+            raise ValueError(f"it has {len(view)} bytes, not {stop + end}")
+    except KeyError as e:
+        raise InvalidRequest(f"{what} has a tensor without {e}, or of that dtype; weights are F32, BF16 or F16") from e
+    except (ValueError, TypeError, AttributeError, UnicodeDecodeError) as e:
+        raise InvalidRequest(f"{what} is no whole file of safetensors: {e}") from e
+    return found
+
+
+def _header(tensors: dict[str, Stored], dtypes: dict[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    stop = 0
+    for name, tensor in tensors.items():
+        start, stop = stop, stop + int(np.prod(tensor.shape, dtype=object)) * _BITS[dtypes[name]].itemsize
+        header[name] = {"dtype": dtypes[name], "shape": tensor.shape, "data_offsets": [start, stop]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
