@@ -266,8 +266,10 @@ def _add_logprobs(commands: Any) -> None:
     parser = _add_command(
         commands, "logprobs", "Write a teacher's log-probs of a JSONL file's responses.", run_logprobs
     )
-    parser.show_first("out", "server", "model", "name", "top_k", "temperature", "template", "no_progress", "dtype")
-    parser.usage = "guerdon logprobs (--server URL | --model MODEL) IN -o FOLDER [--FLAG VALUE ...]"
+    parser.show_first(
+        "out", "server", "model", "name", "top_k", "temperature", "template", "no_progress", "dtype", "max_length"
+    )
+    parser.usage = "guerdon logprobs (--server URL | --model MODEL) IN -o FOLDER [--FLAG ...]"
     parser.add_argument("IN", help="JSONL file, or .jsonl.gz.")
     parser.add_argument("-o", "--out", metavar="FOLDER", required=True, help="Folder to write or to continue.")
     where = parser.add_mutually_exclusive_group(required=True)
