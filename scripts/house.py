@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 62_044,
-    "files of src": 333,
-    "lines of tests": 81_371,
-    "modules with one importer": 78,
-    "private functions that one place calls": 593,
+    "lines of src": 62_834,
+    "files of src": 335,
+    "lines of tests": 81_807,
+    "modules with one importer": 79,
+    "private functions that one place calls": 602,
     "imports, % of the lines": 6.9,
     "public classes with two homes": 2,
     "places outside of kinds/ that ask for the kind": 10,
