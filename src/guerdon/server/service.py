@@ -26,7 +26,6 @@ from guerdon.server.critic.controller import Critic, OperationResult, UnreadRequ
 from guerdon.server.metrics import Metrics
 from guerdon.server.model_repository import Repository
 from guerdon.server.page.recorder import PageRecorder
-from guerdon.server.weight_updates import WeightUpdates
 from guerdon.settings.config import ServedModelConfig, ServerConfig
 from guerdon.vocabulary import Decodes
 
@@ -92,7 +91,6 @@ class Service:
         )
         self.cohorts = Cohorts(config, lambda name, request, client: self.score(name, request, client), self.metrics)
         self.repository = Repository(self.catalog, self.loops, group, config, own_limits, is_alone=is_alone)
-        self.weight_updates = WeightUpdates(self.repository, config.weight_transfer)
         self.triton = triton.Family(self.metrics, self.catalog.names(), self.loops.requests)
         self.recorder = PageRecorder(config, self.metrics, self.catalog, self.loops.depth)
         self.metrics.watch(self.loops.depth, self.loops.requests, self.catalog.loaded, self.triton.text)

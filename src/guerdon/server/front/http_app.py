@@ -279,6 +279,7 @@ class _Handlers:
         self._service = admission.service
         self._config = config
         self._created = int(time.time())
+        self._updates = WeightUpdates(self._service.repository, config.weight_transfer)
 
     async def live(self, request: HttpRequest) -> Reply:
         return _json({"live": True})
@@ -418,8 +419,7 @@ class _Handlers:
         """Returns the model of an update, the update's id, and the server's updates."""
         request.caller.need(Role.TRAIN, "to replace weights")
         asked = bodies.convert(request.query, vllm_control.UpdateUrl, "the URL")
-        service = self._service
-        return service.catalog.scored_by(asked.model).name, asked.update_id, service.weight_updates
+        return self._service.catalog.scored_by(asked.model).name, asked.update_id, self._updates
 
     async def answer(self, answer: Answer, request: HttpRequest) -> Reply:
         """Answers without a model."""
