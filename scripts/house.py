@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 62_834,
+    "lines of src": 62_832,
     "files of src": 335,
     "lines of tests": 81_807,
-    "modules with one importer": 79,
+    "modules with one importer": 80,
     "private functions that one place calls": 602,
     "imports, % of the lines": 6.9,
     "public classes with two homes": 2,
