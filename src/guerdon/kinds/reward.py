@@ -75,6 +75,8 @@ async def _by_steps(reading: SampleReader, served: Served, request: ScoreRequest
     if request.prompts is not None or request.messages is not None:
         prompts, joined = await reading.join(served, request, client)
         whole = whole or joined
+    if request.splits is not None:
+        prompts = [text[: at or 0] for text, at in zip(request.texts or [], request.splits, strict=True)]
     parts: list[list[str]] = []
     for row, prompt, text in zip(rows, prompts, whole, strict=True):
         if isinstance(row, InvalidRequest) or isinstance(text, InvalidRequest):

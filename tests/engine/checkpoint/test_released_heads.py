@@ -133,7 +133,7 @@ def test_llama_factorys_route_cuts_the_end(tmp_path: Path, serve: Serve) -> None
     np.testing.assert_allclose(told["scores"], want, rtol=1e-5, atol=1e-5)
 
 
-def test_steps_are_tokenised_apart(tmp_path: Path) -> None:
+def test_steps_are_tokenised_apart(tmp_path: Path, serve: Serve) -> None:
     """As `prepare_input` of skywork-o1-prm-inference and TRL's PRMTrainer do: `.` and a line feed would merge."""
     folder = zoo.tokenizer(released(tmp_path, "Qwen2ForPrmModel"))
     path = folder / "tokenizer.json"
@@ -164,3 +164,8 @@ def test_steps_are_tokenised_apart(tmp_path: Path) -> None:
     assert (alone.errors, begun.errors) == ([None], [None])
     np.testing.assert_allclose((begun.steps or [])[0], want, rtol=1e-5, atol=1e-5)
     assert len((alone.steps or [])[0]) == len(want) + 1  # without a prompt its own line feed ends a step
+    server = serve(ModelConfig(model=str(folder), step_separator="\n"))
+    body = {"prompt": prompt, "responses": [text.removeprefix(prompt), "no step"]}
+    tried = httpx.post(f"{server.http_url}/dashboard/try", json=body).json()["results"]
+    assert [step["index"] for step in tried[0]["steps"]] == wanted_steps and "no step" in tried[1]["error"]
+    np.testing.assert_allclose([step["reward"] for step in tried[0]["steps"]], want, rtol=1e-5, atol=1e-5)

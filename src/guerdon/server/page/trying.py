@@ -120,6 +120,8 @@ def answer(trial: Trial, info: ModelInfo, reply: ScoreReply, tokenizer: Tokenize
     """The page's view of the scores; pieces of text are the model's own tokens."""
     is_short = sum(reply.lengths) <= MOST_TOKENS and trial.num_characters <= _MOST_CHARACTERS
     told = trial.ids(tokenizer, info) if is_short else [None] * len(reply.results)
+    if info.splits_at and reply.tokens:  # tokenised step by step
+        told = [ids and (own, ids[1]) for ids, own in zip(told, reply.tokens, strict=True)]
     if trial.request.tokens is not None:  # those that the model refuses may be anything
         told = [ids if isinstance(result, Score) else None for ids, result in zip(told, reply.results, strict=True)]
     return {
@@ -183,7 +185,8 @@ def _result(
         own = score.answer.logprobs[max(0, common_prefix(*ids) - 1) :]
         told["attributes"] = {"log-prob of the response": own.sum(), "per token": own.mean()} if len(own) else {}
     if score is not None and score.steps is not None:
-        ends = Sequence(ids[0]).step_ends(info.step_separator_ids)
+        row = Sequence(ids[0], prompt_length=common_prefix(*ids))
+        ends = row.step_ends(info.step_separator_ids)
         if len(ends) == len(score.steps):  # else the rule does not define steps' ends
             steps = zip(ends, score.steps, strict=True)
             told["steps"] = [{"index": int(end), "reward": float(reward)} for end, reward in steps]
