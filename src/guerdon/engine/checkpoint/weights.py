@@ -111,6 +111,9 @@ def build_model(
         )
     if not ranks.is_sharded:  # FSDP may have replaced the class
         model.__class__ = model_class
+    has_cap = bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
+    if has_cap and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")  # older transformers choose sdpa, which leaves the cap out silently
     if found["missing_keys"]:
         raise CheckpointError(f"the files lack {list_names(found['missing_keys'])}", INCOMPLETE)
     if found["mismatched_keys"]:
