@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 62_837,
+    "lines of src": 62_840,
     "files of src": 335,
     "lines of tests": 81_812,
     "modules with one importer": 80,
