@@ -193,6 +193,7 @@ FORMS: dict[str, Any] = {
 def test_each_projects_form_is_read(form: str) -> None:
     assert read_criteria(FORMS[form], ("no", "yes")) == (CRITERIA, None)
     assert read_criteria([json.dumps(FORMS["verifiers"])], ("no", "yes"))[0] == CRITERIA
+    assert read_criteria({"criterion": "Is it brief?", "points": 2}, ()) == (CRITERIA[:1], None)
 
 
 def test_a_reference_stands_beside_the_criteria() -> None:
@@ -211,8 +212,13 @@ def test_a_reference_stands_beside_the_criteria() -> None:
         ([{"text": "a", "weight": "2"}], "the weight of criterion 0 of this sample's label is the str '2'"),
         ([{"text": "a", "weight": True}], "the weight of criterion 0"),
         ([{"text": "a", "weight": float("nan")}], "the weight of criterion 0"),
+        ([{"text": "a", "weight": 10**400}], "the weight of criterion 0 of this sample's label is the int 1000"),
+        ('[{"text": "a", "weight": 1e39}]', "the weight of criterion 0 of this sample's label is the float 1e"),
         ([{"text": "a", "weight": 0}], "the weights of all criteria in this sample's label are 0"),
         ([{"text": "a", "choices": ["bad", "good"]}], "the rubric's labels are, from worst to best, no, yes"),
+        ([{"text": "a", "choices": 5}], "has the choices 5, and the rubric's labels"),
+        ("[{'text': 'a'}]", "begins as JSON, and is none; send a list"),
+        ('{"criteria": [{"text": "a"', "begins as JSON, and is none; send a list"),
     ],
 )
 def test_a_mistake_in_a_label_is_named(label: Any, message: str) -> None:
@@ -244,3 +250,16 @@ def test_too_many_criteria_are_refused(server: RunningServer) -> None:
     message = "make 65,537 questions to words, and at most 65,536"
     with RewardClient(server.http_url, "words") as client, pytest.raises(InvalidRequest, match=message):
         client.score(texts=["a"], labels=[[{"text": "?"}] * 65_537])
+
+
+def test_a_label_that_cannot_be_scored_harms_no_other(server: RunningServer) -> None:
+    """Weights whose sum no float32 has, at any place of a request, and names that replies keep for themselves."""
+    most = {"text": "Is it a red one?", "weight": 3e38}
+    (want,) = ask(server, "own", [OTHERS]).rewards
+    for label in ([most] * 99, [{**most, "weight": 10**400}]):
+        scores = ask(server, "own", [OTHERS, json.dumps(label)], server.grpc_url)
+        assert scores.rewards[0] == pytest.approx(float(want), abs=1e-5) and np.isnan(scores.rewards[1])
+        assert "weight" in (scores.errors[1] or "")
+    tiny, plain = (ask(server, "replacing", [[{"text": "Is it red?", "weight": x}]]).rewards[0] for x in (5e-324, 1))
+    assert tiny == pytest.approx(plain, abs=1e-6)
+    assert "score" not in ask(server, "own", [[{"name": "score", "text": "Is it red?"}]]).attribute_names

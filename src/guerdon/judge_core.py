@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from guerdon.core import Message, Score, ScoreReply, ScoreRequest
-from guerdon.errors import GuerdonError, InvalidRequest, NoVerdict
+from guerdon.errors import GuerdonError, InvalidRequest, NoVerdict, SampleFailed
 from guerdon.teacher_core import LogprobQuery, TokenLogprobs
 
 FIELDS = ("prompt", "response", "reference", "criterion")
@@ -28,6 +28,8 @@ LABEL_ENTROPY = "label_entropy"
 """The component that shows an unsure judge: the largest entropy over the labels' values of any criterion, in nats."""
 SAMPLE_CRITERIA = "sample_criteria"
 """The component of the criteria that came with the sample: what they add to the reward."""
+RESERVED = (OTHER_MASS, DISAGREED, LABEL_ENTROPY, SAMPLE_CRITERIA, "score")
+"""Names in replies or trainers' logs that no criterion may have."""
 
 MAX_QUESTIONS, MAX_CHARACTERS = 1 << 16, 1 << 28
 """Limits of one request, because comparisons and criteria multiply its size."""
@@ -335,36 +337,38 @@ class PlanOfSingles:
             results |= zip(answered, self._score([s for s in scored if isinstance(s, Sample)], told), strict=True)
         return Judgement([results[i] for i in range(len(self._samples))])
 
-    def _score(self, samples: list[Sample], answers: list[np.ndarray]) -> list[Score]:
-        """Returns the scores of samples that did not fail."""
+    def _score(self, samples: list[Sample], answers: list[np.ndarray]) -> list[Score | GuerdonError]:
+        """Returns the scores of samples whose questions did not fail."""
         rubric = self._rubric
         asked, whole = [rubric.criteria_of(sample) for sample in samples], np.concatenate(answers, -1)
         starts = np.cumsum([0, *map(len, asked[:-1])])
-        weights = np.array([one.weight for criteria in asked for one in criteria])
-        worth = whole[VALUE] * weights
+        weights = np.array([one.weight for criteria in asked for one in criteria], np.float64)
         if rubric.reduce == "mean":
-            worth /= np.repeat(np.add.reduceat(np.abs(weights), starts), [*map(len, asked)])
-        rewards = np.add.reduceat(worth, starts).tolist()
+            weights /= np.repeat(np.add.reduceat(np.abs(weights), starts), [*map(len, asked)])
+        worth = whole[VALUE] * weights
+        rewards = np.add.reduceat(worth, starts)
         columns = [whole[VALUE, starts + k] for k in range(len(rubric.named))]
         if rubric.own != "ignore":
             is_own = np.concatenate([np.arange(len(criteria)) >= len(rubric.named) for criteria in asked])
             columns.append(np.add.reduceat(np.where(is_own, worth, 0.0), starts))
         if rubric.labels:
             columns += [np.maximum.reduceat(whole[row], starts) for row in (OTHER, ENTROPY)]
-        if not columns:
-            return [*map(Score, rewards)]
-        names = self._shared_names(asked)
+        names = self._shared_names(asked) if columns else []
         places = [{one.name: k for k, one in enumerate(criteria)} for criteria in asked]
         columns += [whole[VALUE, starts + [place[name] for place in places]] for name in names]
-        attributes = np.stack(columns, -1).astype(np.float32)
-        if not names:
-            return list(map(Score, rewards, attributes))
-        every = (*rubric.attribute_names, *names)
-        return [Score(reward, row, names=every) for reward, row in zip(rewards, attributes, strict=True)]
+        with np.errstate(over="ignore"):  # the sample fails instead
+            table = np.stack([rewards, *columns], -1).astype(np.float32)
+        every = (*rubric.attribute_names, *names) if names else ()
+        return [
+            Score(reward, row[1:] if columns else None, names=every)
+            if fine
+            else SampleFailed(f"its criteria's weights make a reward of {reward:g}, or parts as large; send smaller")
+            for reward, row, fine in zip(rewards.tolist(), table, np.isfinite(table).all(-1).tolist(), strict=True)
+        ]
 
     def _shared_names(self, asked: list[tuple[Criterion, ...]]) -> list[str]:
         """Returns the names that each sample's own criteria have once, and nothing else has."""
-        taken = {"", *self._rubric.attribute_names}
+        taken = {"", *RESERVED, *self._rubric.attribute_names}
         rows = [[one.name for one in criteria] for criteria in asked]
         shared = set(rows[0]).intersection(*rows[1:]) - taken
         once = [name for name in rows[0] if name in shared and all(row.count(name) == 1 for row in rows)]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 import zoo
 from guerdon import LocalRewardModel
@@ -65,6 +65,12 @@ def alone(model: Any, rows: list[np.ndarray]) -> np.ndarray:
 def config(base: Path, *folders: Path, **settings: Any) -> ModelConfig:
     adapters = [AdapterConfig(name=folder.name, model=str(folder)) for folder in folders]
     return ModelConfig(model=str(base), adapters=adapters, **settings)
+
+
+def test_an_adapter_of_a_model_in_memory_names_no_base(base: Path, folders: list[Path]) -> None:
+    for folder, named in zip(folders, ("", None), strict=True):
+        zoo.configure(folder, "adapter_config.json", base_model_name_or_path=named)
+    assert len(several(base, *folders).members) == 2
 
 
 def several(base: Path, *folders: Path, **settings: Any) -> Any:
@@ -199,6 +205,7 @@ def test_requests_for_different_adapters_share_a_batch(base: Path, folders: list
     [
         ({"r": 3}, "helpful.*(size mismatch|does not fit)"),
         ({"use_dora": True}, "helpful is LORA, use_dora, which is more than plain LoRA"),
+        ({"layer_replication": [[1, 2], [0, 1]]}, "helpful is LORA, layer_replication, which is more than plain LoRA"),
         ({"init_lora_weights": "pissa"}, "helpful is LORA, pissa, which is more"),
         ({"base_model_name_or_path": "other"}, "was trained on .*other, whose weights are not those of"),
         ({"target_modules": ["q_proj"]}, "does not fit .*: it holds"),
@@ -222,7 +229,12 @@ def test_what_cannot_be_shared(base: Path, folders: list[Path], tmp_path: Path) 
     state = load_file(folders[0] / "adapter_model.safetensors")
     shutil.copytree(folders[0], tmp_path / "headless")
     save_file({k: v for k, v in state.items() if "score" not in k}, tmp_path / "headless/adapter_model.safetensors")
+    (tmp_path / "broken").mkdir()
+    shutil.copyfile(folders[0] / "adapter_config.json", tmp_path / "broken/adapter_config.json")
+    broken = {k: v * float("inf") if "lora_B" in k else v for k, v in state.items()}
+    save_file(broken, tmp_path / "broken/adapter_model.safetensors")
     refusals = {
+        (base, tmp_path / "broken"): "the adapter .*broken has numbers in .* that are not finite as torch.float32",
         (base, tmp_path / "smaller"): "size mismatch",
         (base, tmp_path / "embeds"): "also changes model.embed_tokens",
         (base, tmp_path / "headless"): "headless .*: it lacks .*score",
@@ -234,5 +246,12 @@ def test_what_cannot_be_shared(base: Path, folders: list[Path], tmp_path: Path) 
             several(own, folder)
     with pytest.raises(ConfigError, match="a local model is one"):
         LocalRewardModel(str(base), adapters=[{"name": "a", "model": str(folders[0])}])
+    model = AutoModelForTokenClassification.from_pretrained(base, num_labels=2)
+    steps = peft.get_peft_model(model, peft.LoraConfig(task_type="TOKEN_CLS", target_modules=["q_proj"]))
+    steps.save_pretrained(tmp_path / "steps")
+    with pytest.raises(ConfigError, match="truncation left is set, but steps answers for single tokens"):
+        several(base, folders[0], tmp_path / "steps", truncation="left")
+    with pytest.raises(ConfigError, match="adapters is set, but served:agreement is a function"):
+        several(Path("served:agreement"), folders[0])
     with pytest.raises(ConfigError, match="model is not given"):
         check_settings(ModelConfig(model=str(base), adapters=[AdapterConfig(name="a")]))

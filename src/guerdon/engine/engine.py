@@ -16,7 +16,7 @@ from guerdon.engine.forward import Forward, HiddenStates
 from guerdon.engine.heads import Outputs
 from guerdon.engine.microbatches import MicroBatch, deduplicate, typed
 from guerdon.engine.self_check import check_finite, choose_path
-from guerdon.errors import ConfigError, SampleFailed
+from guerdon.errors import SampleFailed
 
 
 class Engine(Forward):
@@ -25,13 +25,8 @@ class Engine(Forward):
     takes_all = False
 
     def __init__(self, loaded: LoadedModel) -> None:
-        """Raises ConfigError if the head forbids truncation, CheckpointError as `choose_path` or if no probe scores."""
+        """Raises CheckpointError as `choose_path`, or if no probe scores."""
         self.head, self.encoder = loaded.head, loaded.encoder
-        if self.head.per_token and loaded.config.truncation != "error":
-            raise ConfigError(
-                f"truncation {loaded.config.truncation} is set, but {loaded.info.name} answers for single tokens",
-                "leave --truncation out: cut sequences would shift the positions that clients count",
-            )
         super().__init__(loaded)
         self._has_types = not self.causal and getattr(self.trunk.config, "type_vocab_size", 0) > 1
         choose_path(self, loaded, reads_last=not loaded.trains)

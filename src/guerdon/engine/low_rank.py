@@ -43,8 +43,8 @@ class _Owners:
 def install(trunk: Any, adapters: list[dict[str, tuple[Tensor, Tensor]]], names: list[str]) -> None:
     """Makes the trunk add each token's adapter; `adapters` have two factors for each layer, `[r,in]` and `[out,r]`.
 
-    Raises CheckpointError, with the adapter's name, if a layer is not linear, has another shape, or does not take all
-    tokens in order in one forward.
+    Raises CheckpointError, with the adapter's name, if a layer is not linear, has another shape or numbers that are not
+    finite, or does not take all tokens in order in one forward.
     """
     owners = _Owners(trunk.get_input_embeddings().num_embeddings)
     trunk.register_forward_pre_hook(owners.enter, with_kwargs=True)
@@ -68,6 +68,11 @@ def install(trunk: Any, adapters: list[dict[str, tuple[Tensor, Tensor]]], names:
                 raise CheckpointError(
                     f"the adapter {names[i]} has {path} of {[up.shape[0], down.shape[1]]}, its base {list(shape)}",
                     "list it under the model that it was trained on",
+                )
+            if not all(factor.to(layer.weight.dtype).isfinite().all() for factor in (down, up)):
+                raise CheckpointError(  # zeros times them would be NaN for the others' tokens
+                    f"the adapter {names[i]} has numbers in {path} that are not finite as {layer.weight.dtype}",
+                    "give an earlier checkpoint of it, or set dtype to float32 or bfloat16",
                 )
         _add(layer, path, parts, owners, used)
     tokens = torch.arange(8, device=next(trunk.parameters()).device)[None]

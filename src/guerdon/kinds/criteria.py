@@ -7,10 +7,11 @@ them. What belongs to their judges' prompts, such as a format of the answer, is 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from guerdon.errors import InvalidRequest
 from guerdon.judge_core import Criterion
@@ -25,19 +26,24 @@ REFERENCES = ("reference", "answer", "ground_truth")
 
 _FORM = 'send a list such as [{"criterion": "Is it brief?", "weight": 1}], or an object with it under `criteria`'
 _MOST_NAME = 64
+_MOST = float(np.finfo(np.float32).max)
+_BEGUN = re.compile(r"""\s*(\[\s*)?\{\s*["']\w""")
+"""How JSON begins that has a criterion or a list of them; Python's own notation as well, and what was cut off."""
 
 
 def read_criteria(label: Any, choices: tuple[str, ...]) -> tuple[tuple[Criterion, ...], Any]:
     """Returns the criteria in a label, none if it has no list of them, and the reference beside them.
 
     `choices` are the rubric's labels from worst to best, the only ones that a criterion may ask for. Raises
-    InvalidRequest for a criterion without a text, a weight that is no finite number, or weights that are all 0.
+    InvalidRequest for a criterion without a text, a weight that no float32 has, weights that are all 0, or broken JSON.
     """
     whole, label = label, _decoded(label)
     if isinstance(label, list) and len(label) == 1 and isinstance(label[0], str):  # open-instruct's datasets
         label = _decoded(label[0])
+    if isinstance(label, str) and _BEGUN.match(label):
+        raise InvalidRequest(f"this sample's label, {_kind(label)}, begins as JSON, and is none; {_FORM}")
     if isinstance(label, dict):
-        found = _first(label, LISTS)
+        found = _first(label, LISTS) or ([label] if "criterion" in label else None)
         if found is None:
             return (), whole
         items, reference = _decoded(found), _first(label, REFERENCES)
@@ -60,13 +66,14 @@ def _criterion(item: Any, i: int, choices: tuple[str, ...]) -> Criterion:
         raise InvalidRequest(f"criterion {i} of this sample's label has no text; {_FORM}")
     weight = _first(given, WEIGHTS)
     weight = 1.0 if weight is None else weight
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise InvalidRequest(f"the weight of criterion {i} of this sample's label is {_kind(weight)}; send a number")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not -_MOST <= weight <= _MOST:
+        raise InvalidRequest(f"the weight of criterion {i} of this sample's label is {_kind(weight)}; send a float32")
     asked = given.get("choices")
-    if asked is not None and [str(one).strip().casefold() for one in asked] != [*choices]:
+    listed = asked if isinstance(asked, list) else [asked]
+    if asked is not None and [str(one).strip().casefold() for one in listed] != [*choices]:
         raise InvalidRequest(
-            f"criterion {i} of this sample's label has the choices {asked}, and the rubric's labels are, from worst to "
-            f"best, {', '.join(choices) or 'none'}; leave them out, or serve a judge with these labels"
+            f"criterion {i} of this sample's label has the choices {asked!r:.80}, and the rubric's labels are, from "
+            f"worst to best, {', '.join(choices) or 'none'}; leave them out, or serve a judge with these labels"
         )
     name = re.sub(r"[^\w.-]+", "_", str(_first(given, NAMES) or ""), flags=re.ASCII).strip("_")
     return Criterion(name[:_MOST_NAME], text, float(weight))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from guerdon.core import ModelInfo
+from guerdon.errors import ConfigError
 from guerdon.kinds.kind import Kind
 from guerdon.settings.config import ModelConfig
 
@@ -22,7 +23,9 @@ class FunctionKind(Kind):
         return super().owns(config) and ":" in config.model and not Path(config.model).exists()
 
     def load(self, config: ModelConfig, ranks: Any) -> Any:
-        """Returns the scorer that calls the function."""
+        """Returns the scorer that calls the function; raises ConfigError if adapters stand under it."""
+        if config.adapters:
+            raise ConfigError(f"adapters is set, but {config.model} is a function", "list them under their base model")
         if config.isolate:
             from guerdon.engine.isolation.isolated import IsolatedScorer
 

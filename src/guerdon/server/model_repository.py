@@ -255,7 +255,8 @@ class Repository:
     async def _for_each(self, name: str, client: str, work: Callable[[str], Awaitable[T]]) -> dict[str, T]:
         names = [name] if name else [one for one in self._catalog.entries if self._has_weights(one)]
         if not names:
-            raise Unsupported("no model here can sleep: functions have no weights, and a critic has its own offload")
+            why = "functions have no weights, adapters share theirs, and a critic has its own offload"
+            raise Unsupported(f"no model here can sleep: {why}")
         done: dict[str, T] = {}
         for one in names:
             self._entry(one, "put to sleep")

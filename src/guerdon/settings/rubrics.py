@@ -13,11 +13,8 @@ import yaml
 from guerdon.errors import ConfigError
 from guerdon.judge_core import (
     COMPARED_FIELDS,
-    DISAGREED,
     FIELDS,
-    LABEL_ENTROPY,
-    OTHER_MASS,
-    SAMPLE_CRITERIA,
+    RESERVED,
     Comparing,
     Criterion,
     GroupScores,
@@ -32,8 +29,6 @@ from guerdon.settings.yaml_files import read_yaml
 
 _SET = ("messages", "add_generation_prompt")
 """Variables of a chat template that guerdon sets."""
-_TAKEN = (OTHER_MASS, DISAGREED, LABEL_ENTROPY, SAMPLE_CRITERIA, "score")
-"""Reserved names in replies or trainers' logs."""
 
 
 @dataclass
@@ -45,9 +40,9 @@ class CriterionConfig:
     weight: float = setting(1.0, "Weight in the reward.")
 
     def contradictions(self) -> Contradictions:
-        if not re.fullmatch(r"[\w.-]+", self.name, re.ASCII) or self.name in _TAKEN:
+        if not re.fullmatch(r"[\w.-]+", self.name, re.ASCII) or self.name in RESERVED:
             advice = "use ASCII letters, digits, underscores, points and hyphens, and neither of "
-            yield f"name is {self.name!r}", advice + ", ".join(_TAKEN)
+            yield f"name is {self.name!r}", advice + ", ".join(RESERVED)
 
 
 @dataclass

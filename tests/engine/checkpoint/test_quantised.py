@@ -51,14 +51,14 @@ def words(numbers: Tensor, bits: int, axis: int, order: tuple[int, ...] = ()) ->
     return torch.from_numpy((made if axis == 0 else made.T.copy()).view(np.int32))
 
 
-def fp8_blocks(name: str, weight: Tensor, random: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+def fp8_blocks(name: str, weight: Tensor, random: torch.Generator, width: int = 16) -> tuple[dict[str, Tensor], Tensor]:
     """DeepSeek's and Qwen's: a scale for each block, the last of which are smaller; here 24 x 16."""
-    rows, columns = -(-weight.shape[0] // 24), -(-weight.shape[1] // 16)
+    rows, columns = -(-weight.shape[0] // 24), -(-weight.shape[1] // width)
     scale = torch.rand(rows, columns, generator=random) + 0.5
     stored, meant = weight.to(torch.float8_e4m3fn), torch.empty_like(weight)
     for i in range(weight.shape[0]):
         for j in range(weight.shape[1]):
-            meant[i, j] = stored[i, j].float() * scale[i // 24, j // 16]
+            meant[i, j] = stored[i, j].float() * scale[i // 24, j // width]
     return {f"{name}.weight": stored, f"{name}.weight_scale_inv": scale}, meant
 
 
@@ -135,6 +135,7 @@ def int8_of_bits_and_bytes(name: str, weight: Tensor, random: torch.Generator) -
 GROUPS = {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
 LAYOUTS: dict[str, tuple[dict[str, Any], Layout]] = {
     "fp8": ({"quant_method": "fp8", "weight_block_size": [24, 16]}, fp8_blocks),
+    "fp8 wide": ({"quant_method": "fp8", "weight_block_size": [24, 128]}, lambda *a: fp8_blocks(*a, width=128)),
     "fp8 rows": ({"quant_method": "compressed-tensors", **GROUPS}, fp8_rows),
     "fbgemm": ({"quant_method": "fbgemm_fp8"}, fp8_rows),
     "int8 rows": ({"quant_method": "compressed-tensors", **GROUPS}, int8_rows),
@@ -259,6 +260,36 @@ def test_what_cannot_be_dequantised(settings: dict[str, Any], damage: str, messa
     with pytest.raises(CheckpointError, match=message) as caught:
         load_reward_model(ModelConfig(model=str(folder), dequantize=True))
     assert caught.value.help and json.dumps(str(caught.value)).count("\\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "damage"),
+    [
+        ("fp8", "weight_scale_inv", lambda x: x[:-1]),
+        ("fp8 rows", "weight_scale", lambda x: x[:-1]),
+        ("packed", "weight_g_idx", lambda x: x + 1000),
+        ("packed", "weight_zero_point", lambda x: x[:1]),
+        ("gptq", "g_idx", lambda x: x + 1000),
+        ("gptq", "qzeros", lambda x: x[:, :1]),
+        ("gptq", "scales", lambda x: x[:, :3]),
+        ("awq", "scales", lambda x: x[:3]),
+        ("int8", "SCB", lambda x: x[:-1]),
+        ("nf4", "absmax", lambda x: x[:-1]),
+        ("nf4", "quant_state.bitsandbytes__nf4", lambda x: x[:-9]),
+    ],
+)
+def test_parts_that_do_not_fit_each_other(
+    name: str, part: str, damage: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    folder = quantise(zoo.checkpoint("llama", tmp_path / "rm"), *LAYOUTS[name], tmp_path / "meant")
+    state = load_file(folder / "model.safetensors")
+    key = next(one for one in state if one.endswith(part))
+    save_file(state | {key: damage(state[key]).contiguous()}, folder / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=f"is not as {LAYOUTS[name][0]['quant_method']} writes it .*: it has "
+    ) as e:
+        load_reward_model(ModelConfig(model=str(folder), dequantize=True))
+    assert e.value.help and "\n" not in str(e.value)
 
 
 def test_experts_teachers_and_critics(tmp_path: Path) -> None:

@@ -52,6 +52,15 @@ LAST_LAYERS = ("score", "classifier", "classifier.out_proj")
 
 _KEEPING_THE_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Ways to initialise LoRA that leave the base model's weights as they are."""
+_PLAIN_LORA = {
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
+    "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
+    "layers_to_transform", "loftq_config", "lora_alpha", "lora_bias", "lora_dropout", "lora_ga_config",
+    "megatron_config", "megatron_core", "modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision",
+    "runtime_config", "target_modules", "target_parameters", "task_type", "trainable_token_indices", "use_rslora",
+}  # fmt: skip
+"""Settings of peft's LoRA that leave it two factors and a scale, or show in the names of its tensors; any other,
+such as repeated layers, makes it compute something else."""
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +235,7 @@ def read_apart(checkpoint: StoredCheckpoint, base: StoredCheckpoint) -> Apart:
     """
     adapter = checkpoint.adapter
     assert adapter is not None
-    named = Path(str(adapter.settings.get("base_model_name_or_path"))).expanduser()
+    named = Path(str(adapter.settings.get("base_model_name_or_path") or base.folder)).expanduser()
     named = next((path for path in (checkpoint.folder / named, named) if path.is_dir()), base.folder)
     if named.resolve() != base.folder.resolve() and open_checkpoint(str(named)).sample != base.sample:
         raise CheckpointError(
@@ -235,7 +244,9 @@ def read_apart(checkpoint: StoredCheckpoint, base: StoredCheckpoint) -> Apart:
         )
     task, config = find_task(checkpoint), _read_peft_config(checkpoint, adapter)
     kind, start = config.peft_type.value, getattr(config, "init_lora_weights", True)
-    more = [name for name in ("use_dora", "alora_invocation_tokens") if getattr(config, name, None)]
+    usual = type(config)() if kind == "LORA" else config
+    names = {field.name for field in dataclasses.fields(config)} - _PLAIN_LORA
+    more = sorted(name for name in names if getattr(config, name) != getattr(usual, name))
     if kind != "LORA" or more or start not in _KEEPING_THE_BASE:
         what = ", ".join([kind, *more, *([] if start in _KEEPING_THE_BASE else [str(start)])])
         raise CheckpointError(f"{checkpoint.folder} is {what}, which is more than plain LoRA", ALONE)

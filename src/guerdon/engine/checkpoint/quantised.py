@@ -16,11 +16,12 @@ bitsandbytes. Only weights are quantised then: what a method does to activations
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +46,39 @@ Parts = dict[str, StoredTensor]
 
 
 @dataclass(frozen=True)
+class _Wrong:
+    """What is said of a weight whose parts do not fit each other."""
+
+    what: str
+    held: str
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Makes CheckpointError of whatever is raised inside the context: settings and tensors may be anything."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as e:
+            why = (str(e).splitlines() or ["its layout"])[0]
+            advice = "give the unquantised checkpoint, or report this with config.json"
+            raise CheckpointError(f"{self.what} ({why}): it has {self.held}", advice) from e
+
+
+@dataclass(frozen=True)
 class _Computed:
     """A tensor that is computed whenever it is indexed."""
 
     compute: Callable[[], Tensor]
+    shape: tuple[int, ...]
+    wrong: _Wrong
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self.compute()[index]
+        with self.wrong.told():
+            made = self.compute()
+            if tuple(made.shape) != self.shape:
+                raise ValueError(f"it makes {list(made.shape)}, not {list(self.shape)}")
+        return made[index]
 
 
 def dequantised(checkpoint: StoredCheckpoint, dtype: torch.dtype) -> StoredCheckpoint:
@@ -82,15 +109,11 @@ def dequantised(checkpoint: StoredCheckpoint, dtype: torch.dtype) -> StoredCheck
         if parts.keys() == {"weight"} and parts["weight"].is_float:  # a layer that is not quantised
             tensors[f"{module}.weight"] = parts["weight"]
             continue
-        try:
+        held = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in sorted(parts.items()))
+        wrong = _Wrong(f"{module} of {checkpoint.folder} is not as {method} writes it", held)
+        with wrong.told():
             name, shape, compute = _READERS[method](module, parts, own)
-        except (KeyError, ValueError, IndexError) as e:
-            held = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in sorted(parts.items()))
-            raise CheckpointError(
-                f"{module} of {checkpoint.folder} is not as {method} writes it ({e or 'its layout'}): it has {held}",
-                "give the unquantised checkpoint, or report this with config.json",
-            ) from e
-        tensors[name] = StoredTensor(_Computed(compute), shape)
+        tensors[name] = StoredTensor(_Computed(compute, shape, wrong), shape)
     count = sum(math.prod(tensor.shape) for tensor in tensors.values())
     stored = sum(path.stat().st_size for path in checkpoint.files.weights)
     log.info(
@@ -123,18 +146,30 @@ Read = tuple[str, tuple[int, ...], Callable[[], Tensor]]
 """The weight's name and shape, and what computes it in float32."""
 
 
+def _size(numbers: int, groups: int, stated: Iterable[Any]) -> int:
+    """Returns the size of the groups that have one scale each; the last is smaller only if a size is `stated`.
+
+    All numbers may have one scale. Raises ValueError if no size fits.
+    """
+    sizes = [int(size) for size in stated if size and int(size) > 0]
+    if fitting := [size for size in sizes if -(-numbers // size) == groups]:
+        return fitting[0]
+    if numbers % groups or (sizes and groups != 1):
+        raise ValueError(f"{groups} scales for {numbers} numbers" + f" in groups of {sizes}" * bool(sizes))
+    return numbers // groups
+
+
 def _scaled(weight: Tensor, scale: Tensor, block: Any = None) -> Tensor:
-    """Multiplies blocks of a matrix `[R,C]` by their scales, of the sizes `block`, or as many as fit."""
+    """Multiplies blocks of a matrix `[R,C]` by their scales, of the sizes `block` if they are stated."""
     weight, scale = weight.float(), scale.float()
     if scale.numel() == 1:
         return weight * scale.reshape(())
     scale = scale.reshape(len(scale), -1)
-    sizes = (
-        block if block and scale.shape[1] > 1 else [-(-n // m) for n, m in zip(weight.shape, scale.shape, strict=True)]
-    )
-    if any(-(-n // size) != m for n, size, m in zip(weight.shape, sizes, scale.shape, strict=True)):
-        raise ValueError(f"scales {list(scale.shape)} for blocks of {list(sizes)}")
-    for axis, size in enumerate(sizes):
+    if not block or scale.shape == (len(weight), 1):  # a scale for each row
+        block = [_size(n, m, ()) for n, m in zip(weight.shape, scale.shape, strict=True)]
+    if any(-(-n // size) != m for n, size, m in zip(weight.shape, block, scale.shape, strict=True)):
+        raise ValueError(f"scales {list(scale.shape)} for blocks of {list(block)}")
+    for axis, size in enumerate(block):
         scale = scale.repeat_interleave(size, axis).narrow(axis, 0, weight.shape[axis])
     return weight * scale
 
@@ -172,11 +207,11 @@ def _mxfp4(name: str, parts: Parts, settings: dict[str, Any]) -> Read:
 def _compressed(module: str, parts: Parts, settings: dict[str, Any]) -> Read:
     scale, zero, owners = parts["weight_scale"], parts.get("weight_zero_point"), parts.get("weight_g_idx")
     packed, bits = parts.get("weight_packed"), 0
+    groups = [x["weights"] for x in (settings.get("config_groups") or {}).values() if x.get("weights")]
     if packed is None:
         weight, shape = parts["weight"], parts["weight"].shape
         if weight.is_float and zero is None:  # FP8
-            groups = (settings.get("config_groups") or {}).values()
-            block = next((x["weights"].get("block_structure") for x in groups if x.get("weights")), None)
+            block = next((x.get("block_structure") for x in groups), None)
             return f"{module}.weight", shape, lambda: _scaled(weight[...], scale[...], block)
     else:
         rows, columns = shape = tuple(parts["weight_shape"][...].tolist())
@@ -194,8 +229,12 @@ def _compressed(module: str, parts: Parts, settings: dict[str, Any]) -> Read:
             zeros = zero[...].float().reshape(-1, scales.shape[1])
             if packed is not None:
                 zeros = _unpacked(zero[...], bits, 0)[: shape[0]].float() - 2 ** (bits - 1)
-        group = -(-shape[1] // scales.shape[1])
-        own = torch.arange(shape[1]) // group if owners is None else owners[...].long()
+        group = [x.get("group_size") for x in groups]
+        own = (
+            owners[...].long()
+            if owners is not None
+            else torch.arange(shape[1]) // _size(shape[1], scales.shape[1], group)
+        )
         return (numbers - zeros.expand_as(scales)[:, own]) * scales[:, own]
 
     return f"{module}.weight", shape, compute
@@ -211,8 +250,10 @@ def _gptq(module: str, parts: Parts, settings: dict[str, Any]) -> Read:
 
     def compute() -> Tensor:
         zeros = (_unpacked(parts["qzeros"][...], bits, 1) + shift) & (2**bits - 1)
-        owners = torch.arange(num_inputs) // -(-num_inputs // scale.shape[0])
-        owners = parts["g_idx"][...].long() if "g_idx" in parts else owners
+        if "g_idx" in parts:
+            owners = parts["g_idx"][...].long()
+        else:
+            owners = torch.arange(num_inputs) // _size(num_inputs, scale.shape[0], [settings.get("group_size")])
         numbers = _unpacked(words[...], bits, 0).float() - zeros.float()[owners]
         return (numbers * scale[...].float()[owners]).T.contiguous()
 
@@ -229,7 +270,8 @@ def _awq(module: str, parts: Parts, settings: dict[str, Any]) -> Read:
         return found[..., torch.tensor(_AWQ_ORDER).argsort()].flatten(1).float()
 
     def compute() -> Tensor:
-        owners = torch.arange(words.shape[0]) // -(-words.shape[0] // scale.shape[0])
+        group = settings.get("group_size", settings.get("q_group_size"))
+        owners = torch.arange(words.shape[0]) // _size(words.shape[0], scale.shape[0], [group])
         zeros = numbers(parts["qzeros"][...])[owners]
         return ((numbers(words[...]) - zeros) * scale[...].float()[owners]).T.contiguous()
 

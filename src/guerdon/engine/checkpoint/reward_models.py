@@ -201,6 +201,11 @@ def _head(
                 "use --pooling last, which is the same without one",
             )
         pooling = "last"
+    if parts.per_token and config.truncation != "error":
+        raise ConfigError(
+            f"truncation {config.truncation} is set, but {config.name} answers for single tokens",
+            "leave --truncation out: cut sequences would shift the positions that clients count",
+        )
     if pooling == "mean" and parts.gate_ids:
         raise ConfigError("pooling is mean, and the gate of this model reads a state of its own", "leave it out")
     if pooling == "first_eos" and eos_token_id is None:
