@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 62_840,
+    "lines of src": 62_908,
     "files of src": 335,
-    "lines of tests": 81_812,
+    "lines of tests": 81_881,
     "modules with one importer": 80,
     "private functions that one place calls": 602,
     "imports, % of the lines": 6.9,
