@@ -20,7 +20,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --dist loadfile --no-load
 
 # Tests whose bounds a processor's arithmetic could break; ranks only add messages to it.
 NUMERIC := tests/training/algorithms $(addprefix tests/engine/test_,$(addsuffix .py,engine fewer_passes forest gradients heads \
-	layers logprobs passes)) tests/engine/checkpoint/test_reward_models.py $(addprefix tests/training/test_,$(addsuffix .py,exact optimiser policy_exact))
+	layers logprobs passes)) tests/engine/checkpoint/test_reward_models.py $(addprefix tests/training/test_,$(addsuffix .py,exact optimiser policy_exact)) \
+	tests/test_stored_numbers.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo real test test-all test-real test-small extras browser docs pages fuzz trainers ray architectures manifests check audit format bench clean
