@@ -267,6 +267,8 @@ examples:
   guerdon doctor http://127.0.0.1:5555
   # also load a model: what it is, what its reward is read from, how answers end
   guerdon doctor ./my-reward-model
+  # also try a judge's rubric on the first ten rows of a file
+  guerdon doctor ./my-judge --rubric rubric.yaml --rows samples.jsonl
   # as JSON; the exit status is 1 if there is a problem
   guerdon doctor --json
 """

@@ -54,6 +54,8 @@ def make_parser() -> Parser:
         "TARGET", nargs="*", metavar="URL|MODEL",
         help="Servers (http:// or grpc:// URLs) and models (folders or hub ids) to check as well.",
     )  # fmt: skip
+    doctor.add_argument("--rubric", metavar="FILE", help="Try this rubric on --rows with the one MODEL as the judge.")
+    doctor.add_argument("--rows", metavar="FILE", help="JSONL file, of which the first ten rows are judged.")
     doctor.add_argument("--json", action="store_true", help="Write the findings as JSON.")
     _add_check(commands)
     _add_convert(commands)
@@ -371,8 +373,13 @@ def _train(config: ActorConfig) -> int:
 
 def run_doctor(args: argparse.Namespace) -> int:
     """Prints every finding as it comes, and the number of problems; returns 1 if there is one."""
-    from guerdon.cli import doctor, findings
+    from guerdon.cli import doctor, doctor_rubric, findings
 
+    if args.rubric or args.rows:
+        if not (args.rubric and args.rows and len(args.TARGET) == 1):
+            raise ConfigError("a rubric is tried by one model on one file", "give MODEL, --rubric FILE and --rows FILE")
+        tried = doctor_rubric.examine_rubric(args.TARGET[0], args.rubric, args.rows)
+        return Exit.FAILED if findings.report(tried, as_json=args.json) else Exit.DONE
     return Exit.FAILED if findings.report(doctor.examine(args.TARGET), as_json=args.json) else Exit.DONE
 
 
