@@ -5,6 +5,9 @@ number of times for that question, or always without a number: `<busy 2>` (429 w
 `<drop>`, `<hang>`, `<garbage>`, `<refuse>`, `<filter>`, `<cut>`, `<html>` (status 200), `<long>` (400). `<parts>` has
 thinking and text in a list, `<open>` thinking that is not closed, `<two>` two choices.
 
+Asked about two responses, as a preset asks, it prefers the one with the larger digit behind `worth`, in the preset's
+form; of equals a tie, but RM-R1's form has none.
+
 With `upstream`, a real server's base URL, it only counts, and passes requests and answers on.
 """
 
@@ -45,6 +48,11 @@ def wrong(headers: Any, body: bytes) -> tuple[int, str]:
     if data["model"] != MODEL:
         return 404, f"The model `{data['model']}` does not exist."
     roles = [message["role"] for message in data["messages"]]
+    if "response_2" in roles:
+        at = roles.index("response_1")
+        before = [role for role in roles[:at] if role != "principle"]
+        fine = roles[at:] == ["response_1", "response_2"] and before[-1:] == ["user"]
+        roles = ["user"] if fine and roles[:at].count("principle") <= 1 else roles
     if roles not in (["user"], ["system", "user"]) or any(set(m) != {"role", "content"} for m in data["messages"]):
         return 400, f"messages are wrong: {roles}"
     return 0, ""
@@ -67,7 +75,10 @@ class _Handler(BaseHTTPRequestHandler):
         if status:
             self._reply(status, {"error": {"message": message, "type": "invalid_request_error"}})
             return
-        question = json.loads(body)["messages"][-1]["content"]
+        messages = json.loads(body)["messages"]
+        question = messages[-1]["content"]
+        if messages[-1]["role"] == "response_2":
+            question = "as roles: " + json.dumps([[one["role"], one["content"]] for one in messages])
         with _LOCK:
             _asked[question] += 1
             number = _asked[question]
@@ -95,6 +106,13 @@ class _Handler(BaseHTTPRequestHandler):
         what = found[1] if found and (not found[2] or number <= int(found[2])) else ""
         worth = re.search(r"worth (\S+)", question)
         text, more = f"I think so. Score: {worth[1] if worth else 0}", {}
+        if len(both := re.findall(r"worth (\d)", question)) == 2 and re.search(r"\[\[A\]\]|^as roles", question):
+            gap = (both[0] > both[1]) - (both[0] < both[1])
+            word = {1: "A", -1: "B", 0: "C" if "<answer>" not in question else "A"}[gap]
+            text = f"So it is. [[{word}]]" if "<answer>" not in question else f"Well. <answer>[[{word}]]</answer>"
+            if question.startswith("as roles"):
+                told = {"score_1": 3 + gap, "score_2": 3 - gap, "ranking": 3.5 - 1.5 * gap}
+                text = f"I compare.\n```json\n{json.dumps(told)}\n```"
         if what == "busy":
             self._reply(429, {"error": {"message": "Rate limit reached"}}, {"Retry-After": "0"})
         elif what == "broken":

@@ -15,6 +15,7 @@ import killed_judge
 from guerdon import RetryPolicy, RewardClient
 from guerdon.settings.chat_judges import ChatJudgeConfig, ParseConfig
 from guerdon.settings.config import ServerConfig
+from guerdon.settings.rubrics import ComparingConfig
 from guerdon.wire.chat_completions import write_messages, write_request
 from killing import Kill, Restarted, forkserver
 from ports import free_port
@@ -102,6 +103,51 @@ def check_starts(folder: Path, judge: ChatJudgeConfig, asked: dict[str, int]) ->
             keys = [hashlib.sha256(body + b"\n" + f"0.{k}".encode()).hexdigest() for k in range(num_tries(i))]
             if recorded.issuperset(keys):
                 assert asked[response(i)] == start["asked"][response(i)], f"sample {i} was asked again"
+
+
+def compared(port: int) -> np.ndarray:
+    """The rewards of 20 groups of five, each of ten pairs in both orders."""
+
+    def ask(group: int) -> np.ndarray:
+        prompt, texts = f"prompt {group}: ", [f"worth {(group + i) % 7} ({i})" for i in range(5)]
+        policy = RetryPolicy(timeout_s=TIMEOUT_S, tries=1_000_000, max_backoff_s=0.2, wait_for_start=True)
+        with RewardClient(f"http://127.0.0.1:{port}", "careful", policy=policy) as client:
+            return (
+                client.score(texts=[prompt + text for text in texts], prompts=[prompt] * 5).raise_for_failed().rewards
+            )
+
+    with ThreadPoolExecutor(4) as threads:
+        return np.stack([*threads.map(ask, range(20))])
+
+
+def test_no_verdict_on_200_pairs_is_paid_for_twice(tmp_path: Path) -> None:
+    """Killed at each point; 400 questions, since each pair is asked in both orders."""
+    port = free_port()
+    (tmp_path / "key").write_text(KEY)
+    with stand_in(delay_s=0.02) as remote:
+        judge = ChatJudgeConfig(
+            name="careful", url=remote.url, model=MODEL, cache=str(tmp_path / "answers"), concurrency=CONCURRENCY,
+            parse=ParseConfig(preset="brackets"), compare=ComparingConfig("round_robin", "wins"),
+            api_key_file=str(tmp_path / "key"), template="{prompt} {response_a}; {response_b} [[A]]?",
+        )  # fmt: skip
+        config = ServerConfig(port=port, grpc_port=None, models=[judge])
+        with Restarted(killed_judge.serve, (config,), [(point, 8) for point in POINTS], port) as server:
+            rewards, counts = compared(port), remote.counts()
+            np.testing.assert_array_equal(compared(port), rewards)
+            assert remote.counts() == counts
+    recorded = killed_judge.recorded(tmp_path / "answers")
+    assert len(recorded) == len(set(recorded)) == 400 and server.num_kills == len(POINTS)
+    assert sum(counts["answered"].values()) - 400 <= server.num_kills * CONCURRENCY
+    for start in map(orjson.loads, (tmp_path / killed_judge.STARTS).read_bytes().splitlines()):
+        known = set(start["recorded"])
+        for text, number in counts["asked"].items():
+            body = write_request(judge.model, question(text), {"max_tokens": judge.max_tokens})
+            if hashlib.sha256(body + b"\n0.0").hexdigest() in known:
+                assert number == start["asked"][text], f"{text} was asked again"
+    for group, row in enumerate(rewards):
+        worths = np.array([(group + i) % 7 for i in range(5)])
+        table = 0.5 + 0.5 * np.sign(np.subtract.outer(worths, worths))
+        np.testing.assert_allclose(row, (table.sum(1) - 0.5) / 4, atol=1e-6)
 
 
 POINTS = (killed_judge.AMID, *killed_judge.POINTS)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, Truncation
+from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, Truncation
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest
 from guerdon.judge_core import Criterion, Pair, Rubric, Sample
 from guerdon.kinds.judges import in_a_thread_if_long, make_reply, read_questions
@@ -77,7 +77,7 @@ class ServedChatJudge:
         self.config = config
         alone = () if config.sample_criteria != "ignore" else (Criterion("", ""),)
         self.rubric = rubric = Rubric(
-            config.template,
+            config.question,
             (),
             (),
             config.asked() or alone,
@@ -120,11 +120,24 @@ class ServedChatJudge:
         system = [{"role": "system", "content": self.rubric.system}] if self.rubric.system else []
         made: list[str | InvalidRequest] = []
         for question in self.rubric.render(subject):
+            asked: list[Message] = [{"role": "user", "content": question}]
+            if self.config.parse.preset == "genrm" and isinstance(subject, Pair):
+                asked = as_roles(subject, question)
+                if not subject.a.history:
+                    made.append(InvalidRequest(f"{self.info.name} reads a conversation: send `prompts`, or messages"))
+                    continue
             try:
-                made.append(write_messages([*system, {"role": "user", "content": question}]))
+                made.append(write_messages([*system, *asked]))
             except ValueError as e:
                 made.append(InvalidRequest(f"{self.info.name} cannot be asked about this sample: {e}"))
         return made
+
+
+def as_roles(pair: Pair, principle: str) -> list[Message]:
+    """Returns the conversation, the principle if there is one, and both responses, each in a role of its own."""
+    roles = {"principle": principle, "response_1": pair.a.response, "response_2": pair.b.response}
+    after = [{"role": role, "content": text} for role, text in roles.items() if role != "principle" or text]
+    return [*({"role": one["role"], "content": one["content"]} for one in pair.a.history), *after]
 
 
 def _reduce(asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:

@@ -12,14 +12,57 @@ from guerdon.judge_core import COMPARED_FIELDS, FIELDS
 from guerdon.settings.fields import Contradictions, caught, setting
 from guerdon.settings.rubrics import QuestionsConfig, check_template, fields_of
 
+_OF_PRINCIPLES = ("prompt", "reference", "criterion")
 RESERVED = ("model", "messages", "stream", "n")
 """Fields of the request that other settings decide, or that would change the form of the answer."""
+
+
+TEMPLATES = {
+    "genrm": "",
+    "rm_r1": """\
+Two chatbots, A and B, have answered the same client. Work out what a good answer needs, judge both by that, and then \
+decide. The last line of your reply is <answer>[[A]]</answer> if chatbot A's response is better, and \
+<answer>[[B]]</answer> if chatbot B's is.
+
+[Client Question]
+{prompt}
+
+[The Start of Chatbot A's Response]
+{response_a}
+[The End of Chatbot A's Response]
+
+[The Start of Chatbot B's Response]
+{response_b}
+[The End of Chatbot B's Response]""",
+    "brackets": """\
+Compare two answers to a question, whatever their order and length. Explain in a few sentences what is right and what \
+is wrong in each. Then end with [[A]] if answer A is better, [[B]] if answer B is, or [[C]] if neither is.
+
+[Question]
+{prompt}
+
+[Answer A]
+{response_a}
+
+[Answer B]
+{response_b}""",
+}
+"""The default template of each preset, with the marks that the project's own prompt has.
+
+`genrm`: NVIDIA's GenRM models and NeMo Gym's genrm_compare, whose chat template knows the roles; the template is the
+principle. `rm_r1`: RM-R1 (arXiv 2505.02387), and J1 (arXiv 2505.10320). `brackets`: MT-bench's and Arena-Hard's.
+"""
 
 
 @dataclass
 class ParseConfig:
     """How a number is read from an answer: first the place, then the value."""
 
+    shorthand: ClassVar[str] = "preset"
+
+    preset: Literal["", "genrm", "rm_r1", "brackets"] = setting(
+        "", "The form of a project's verdicts on two responses, in place of the others; `parse: genrm` is short for it."
+    )
     regex: str | None = setting(
         None,
         "Regular expression whose one group is the whole verdict; the last match counts.",
@@ -36,6 +79,9 @@ class ParseConfig:
     highest: float | None = setting(None, "Upper bound; an answer above it is unreadable.")
 
     def contradictions(self) -> Contradictions:
+        others = ("regex", "json", "values", "lowest", "highest")
+        if self.preset and (given := [name for name in others if getattr(self, name) is not None]):
+            yield f"preset and {given[0]} are both given", "leave out one of them"
         if self.regex is not None and self.json is not None:
             yield "regex and json are both given", "leave out one of them"
         if self.regex is not None:
@@ -117,12 +163,19 @@ class ChatJudgeConfig(QuestionsConfig):
             yield f"url is {self.url!r}", "give the base URL of a server, such as http://127.0.0.1:8000/v1"
         elif parts.username is not None or parts.password is not None:
             yield "url has a user's name or password in it", "give a key by api_key_env or api_key_file"
-        if not self.template:
-            yield "template is not given", "write the question, with {response} in it"
+        if self.compare is not None:
+            yield from self._contradictions_of_verdicts()
+        elif self.parse.preset:
+            yield f"parse is {self.parse.preset}, which reads verdicts on two responses", "add `compare: {}`"
+        if not self.question:
+            if self.parse.preset != "genrm":
+                yield "template is not given", "write the question, with {response} in it"
         else:
-            known = FIELDS if self.compare is None else COMPARED_FIELDS
-            mistaken = [*caught(check_template, self.template, "template", known)]
-            yield from mistaken or self.contradictions_of_criteria(fields_of(self.template))
+            known: tuple[str, ...] = FIELDS if self.compare is None else COMPARED_FIELDS
+            if self.parse.preset == "genrm":
+                known = _OF_PRINCIPLES
+            mistaken = [*caught(check_template, self.question, "template", known)]
+            yield from mistaken or self.contradictions_of_criteria(fields_of(self.question))
         if not self.cache:
             yield "cache is not given", "name a folder; it keeps each answer, so that none is paid for twice"
         if self.api_key_env is not None and self.api_key_file is not None:
@@ -133,6 +186,18 @@ class ChatJudgeConfig(QuestionsConfig):
         if self.budget.cost is not None and None in (self.prompt_price, self.completion_price):
             problem = f"budget.cost is {self.budget.cost:g}, and a price is missing"
             yield problem, "give prompt_price and completion_price, for a million tokens"
+
+    @property
+    def question(self) -> str:
+        """The template, or the preset's."""
+        return self.template or TEMPLATES.get(self.parse.preset, "")
+
+    def _contradictions_of_verdicts(self) -> Contradictions:
+        values, bounds = self.parse.values, (self.parse.lowest, self.parse.highest)
+        is_bounded = None not in bounds and 0 <= (bounds[0] or 0) <= (bounds[1] or 0) <= 1
+        if not (self.parse.preset or is_bounded or (values and all(0 <= value <= 1 for value in values.values()))):
+            advice = "choose a preset, or give values such as {A: 1, B: 0, tie: 0.5}, or lowest: 0 and highest: 1"
+            yield "the judge compares, and parse has verdicts beyond 0 to 1", advice
 
 
 def take_out(components: Iterable[Any]) -> list[ChatJudgeConfig]:

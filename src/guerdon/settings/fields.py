@@ -160,6 +160,8 @@ def _convert(hint: Any, value: Any, where: str, mistakes: Mistakes, place: str) 
         is_number = inner is float and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,2})?", value)
         value = float(value) if is_number else str(value)
     if dataclasses.is_dataclass(inner):
+        if isinstance(value, str) and (key := getattr(inner, "shorthand", "")):
+            value = {key: value}
         return _build(typing.cast(type, inner), value, where, mistakes, place)
     if typing.get_origin(inner) is list:
         if not isinstance(value, list):

@@ -45,7 +45,11 @@ class ObjectFinder:
         return isinstance(made, dict) and end == len(text)
 
     def value(self, text: str) -> Any:
-        """Returns the key's value in that object.
+        """Returns the key's value in that object, as `object` finds it; raises NoObject."""
+        return self.object(text)[self._key]
+
+    def object(self, text: str) -> dict[str, Any]:
+        """Returns that object.
 
         Raises NoObject if there is none, if the key appears after it in a list, in an inner object or in a malformed
         one, if the object has the key twice, if braces do not match, or if anything is nested too deep.
@@ -79,7 +83,7 @@ class ObjectFinder:
             raise NoObject(f"there is no JSON object with the key {self._key!r}")
         if found[self._key] is _TWICE:
             raise NoObject(f"its JSON object has the key {self._key!r} twice")
-        return found[self._key]
+        return found
 
     def _make(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
@@ -204,6 +208,43 @@ class Unreadable(Exception):
     """An answer without a verdict; the text says why, and shows the answer's end."""
 
 
+_DOUBLE_BRACKETS = re.compile(r"\[\[([^\[\]\n]*)\]\]")
+_BRACKETS = {
+    "a": 1.0, "b": 0.0, "c": 0.5, "tie": 0.5,
+    "a>>b": 1.0, "a>b": 0.75, "a=b": 0.5, "b>a": 0.25, "b>>a": 0.0,
+}  # fmt: skip
+"""What a verdict in double brackets is worth to the first response; in the second line as Arena-Hard has them."""
+_SCORES, _RANKING = {"score_1": (1, 5), "score_2": (1, 5), "ranking": (1, 6)}, "ranking"
+"""Bounds of the three numbers of NVIDIA's GenRM: a ranking of 1 means that the first response is much better."""
+
+
+def _read_genrm(text: str) -> float:
+    """Returns the verdict for the first response, from 0 to 1, by the ranking.
+
+    The scores have to agree with it: a ranking alone may be a slip, and nothing here is guessed.
+    """
+    try:
+        found = ObjectFinder(_RANKING).object(text)
+    except NoObject as e:
+        try:
+            found = ObjectFinder("overall").value(text)  # beside judgements by rubric
+        except NoObject:
+            raise Unreadable(str(e)) from None
+    numbers: dict[str, float] = {}
+    for name, (least, most) in _SCORES.items():
+        given = found.get(name) if isinstance(found, dict) else None
+        is_text = isinstance(given, str) and _NUMBER.fullmatch(given.strip()) is not None
+        if isinstance(given, bool) or not (is_text or isinstance(given, int | float)):
+            raise Unreadable(f"its {name} is {_end(str(given))}, and no number")
+        if not least <= float(given) <= most:  # type: ignore[arg-type]
+            raise Unreadable(f"its {name} is {given}, and may be {least} to {most}")
+        numbers[name] = float(given)  # type: ignore[arg-type]
+    verdict = (6 - numbers[_RANKING]) / 5
+    if (numbers["score_1"] - numbers["score_2"]) * (verdict - 0.5) < 0:
+        raise Unreadable(f"its scores prefer one response and its ranking {numbers[_RANKING]:g} the other")
+    return verdict
+
+
 class AnswerParser:
     """Finds the verdict in an answer, and returns its value."""
 
@@ -213,6 +254,35 @@ class AnswerParser:
         self._finder = None if config.json is None else ObjectFinder(config.json)
         values = config.values
         self._values = None if values is None else {text.strip().casefold(): value for text, value in values.items()}
+
+    def _preset(self, text: str) -> float:
+        """Returns the verdict for the first response, from 0 to 1, in a project's form."""
+        answer = answer_of(text)
+        if answer is None:
+            raise Unreadable("its thinking is not closed")
+        if self._config.preset == "genrm":
+            return _read_genrm(answer)
+        behind = ""
+        if self._config.preset == "rm_r1":
+            _, opened, answer = answer.rpartition("<answer>")
+            answer, closed, behind = answer.partition("</answer>")
+            if not opened or not closed:
+                raise Unreadable("it has no <answer>" if not opened else "its last <answer> is not closed")
+            if not re.fullmatch(r"\s*\[\[[AB]\]\]\s*", answer):
+                raise Unreadable(f"between <answer> and </answer> is {_end(answer)}, and not [[A]] or [[B]] alone")
+        found = [*_DOUBLE_BRACKETS.finditer(answer)]
+        if not found:
+            raise Unreadable("it has no verdict in double brackets, such as [[A]]")
+        last = found[-1]
+        line = answer.count("\n", 0, last.start())
+        near = {one[1].strip().casefold() for one in found if answer.count("\n", 0, one.start()) == line}
+        if len(near) > 1 or _DOUBLE_BRACKETS.search(behind):
+            raise Unreadable("it has another verdict in double brackets beside the last one")
+        if (value := _BRACKETS.get(last[1].strip().casefold())) is None:
+            raise Unreadable(f"the verdict {_end(last[0])} is none of {', '.join(_BRACKETS).upper()}")
+        if is_taken_back(answer + behind, last.end(), [one for one in ("A", "B") if one.casefold() not in near]):
+            raise Unreadable(f"the verdict {last[0]} is taken back by what follows; ask for it alone")
+        return value
 
     def read(self, answer: ChatAnswer) -> float:
         """Returns the value of an answer; raises Unreadable if it has none, was cut, or refuses."""
@@ -224,6 +294,8 @@ class AnswerParser:
                 raise Unreadable("the answer was cut at its longest length; raise max_tokens")
             if answer.outcome == "unusable":
                 raise Unreadable(answer.fault or f"the answer did not end by itself (finish_reason {answer.finish})")
+            if self._config.preset:
+                return self._preset(answer.text)
             return self._value(self._verdict(answer.text))
         except Unreadable as e:
             raise Unreadable(f"{e}; the answer ends with {_end(answer.text)}") from None
