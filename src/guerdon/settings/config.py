@@ -159,8 +159,13 @@ LEARNING = tuple(f.name for f in dataclasses.fields(LearningConfig) if f.name !=
 class IsolationConfig:
     """Isolation of a user's function in child processes, and the limits of one sample."""
 
+    switches: ClassVar[dict[str, str]] = {"isolate": "isolate_"}
+
     isolate: bool = setting(
         False, "Call a function in child processes with the limits below; a failure concerns its own sample alone."
+    )
+    isolate_python: str | None = setting(
+        None, "Python of another environment, in which the function is called; also `isolate: {python: PATH}`."
     )
     children: int | None = setting(
         None,

@@ -128,6 +128,11 @@ def _build(cls: type, data: Any, where: str, mistakes: Mistakes, place: str) -> 
         problem = f"{where or 'the file'} must be a mapping, not {type(data).__name__}"
         mistakes.add(problem, "write `key: value` lines", place)
         return None
+    for name, prefix in getattr(cls, "switches", {}).items():  # a mapping in a switch's place turns it on
+        if isinstance(more := data.get(name), dict):
+            places = getattr(data, "places", {})
+            data = Located({**data, name: True, **{f"{prefix}{key}": one for key, one in more.items()}})
+            data.places = places
     hints, known = typing.get_type_hints(cls), {field.name: field.metadata for field in dataclasses.fields(cls)}
     values = {}
     for key, value in data.items():

@@ -40,8 +40,8 @@ GROUPS = {
     "model": """name revision base max_length truncation pooling attribute_weights merge_attributes mean std
         step_separator step_reduction chat_template system generation_prompt max_top_k student_tokenizer rubric verdict
         max_other_mass model_repository weight_transfer while_asleep""",
-    "isolated functions": """isolate children sample_deadline_s sample_cpu_s sample_memory_mb sample_processes
-        import_deadline_s pass_env""",
+    "isolated functions": """isolate isolate_python children sample_deadline_s sample_cpu_s sample_memory_mb
+        sample_processes import_deadline_s pass_env""",
     "training": """global_batch_size learning_rate weight_decay betas optimizer lr_schedule warmup_steps total_steps
         gradient_clip_val loss_clip_val trainable frozen lora lora_alpha lora_targets activation_checkpointing""",
     "checkpoints": "checkpoint_dir keep_checkpoints keep_best keep_best_mode save_every",

@@ -12,15 +12,18 @@ import signal
 import socket
 import subprocess  # nosec B404
 import sys
+import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
+import guerdon
 from guerdon.core import Score, Sequence
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.functions import MAX_BATCH_TOKENS, FunctionForm, check_function_settings
@@ -51,10 +54,12 @@ _PATIENCE_S = 5.0
 _LOOK_S = 0.5
 """How often a waiting thread looks whether the template is stopped."""
 _MAX_LOGGED_CHARACTERS = 1_000
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from guerdon.engine.isolation import template; template.main(int(sys.argv[2]))"
-)
+_MAIN = "from guerdon.engine.isolation import template; template.main(int(sys.argv[2]))"
+_START = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); {_MAIN}"
+_START_ELSEWHERE = f"import json, sys; sys.path += json.loads(sys.argv[1]); {_MAIN}"
+_NEEDED = {"msgspec": "msgspec", "numpy": "numpy", "yaml": "pyyaml"}
+"""What guerdon's part in child processes imports, and the packages that have it."""
+_TRY_S = 60.0
 
 _Result = Score | InvalidRequest | SampleFailed
 
@@ -155,6 +160,29 @@ class IsolatedScorer:
         return ChildEnded(f"the function {text}, and its processes were ended{advice}", reason)
 
 
+def check_python(python: str) -> None:
+    """Raises ConfigError unless it is a Python in whose environment guerdon's part in child processes runs."""
+    try:
+        tried = subprocess.run(  # nosec B603
+            [python, "-c", f"import sys; assert sys.version_info >= (3, 11), sys.version; import {', '.join(_NEEDED)}"],
+            capture_output=True, text=True, timeout=_TRY_S, env=_without_environment(os.environ),
+        )  # fmt: skip
+        why = (tried.stderr.strip().splitlines() or ["it ended"])[-1] if tried.returncode else ""
+    except (OSError, subprocess.SubprocessError) as e:
+        why = str(e)
+    if why:
+        packages = " ".join(_NEEDED.values())
+        raise ConfigError(
+            f"isolate.python is {python}, which cannot be used: {why}",
+            f"give a Python of at least 3.11, and there run: {python} -m pip install {packages}",
+        )
+
+
+def _without_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables without those that name this process's own environment."""
+    return {name: value for name, value in env.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
+
+
 class _Pool:
     """The template process, and the channels to the keepers that it has forked."""
 
@@ -166,6 +194,14 @@ class _Pool:
             raise ConfigError(f"pass_env names {', '.join(missing)}, which is not set here", "set it, or leave it out")
         self._env = kept | _SET | {name: os.environ[name] for name in config.pass_env}
         self._import_s = config.import_deadline_s
+        self._command = [sys.executable, "-u", "-c", _START, json.dumps(sys.path)]
+        if config.isolate_python is not None:
+            check_python(config.isolate_python)
+            self._env = _without_environment(self._env)
+            # With nothing else of this environment: guerdon's own code, from a folder that has only that.
+            self._folder = tempfile.TemporaryDirectory(prefix="guerdon-code-")
+            os.symlink(Path(guerdon.__file__).parent, os.path.join(self._folder.name, "guerdon"))
+            self._command = [config.isolate_python, "-u", "-c", _START_ELSEWHERE, json.dumps([self._folder.name])]
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
         self._all: set[socket.socket] = set()
@@ -178,7 +214,7 @@ class _Pool:
         own, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(  # nosec B603
-                [sys.executable, "-u", "-c", _START, json.dumps(sys.path), str(theirs.fileno())],
+                [*self._command, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, stdout=2, env=self._env, pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
         what = self._wanted.function
