@@ -55,6 +55,7 @@ def server(remote: StandIn, folder: Path, serve: Serve) -> RunningServer:
         comparing("circular", "circular", "wins"),
         comparing("reference", "reference", "wins"),
         comparing("against", "reference", "bradley_terry"),
+        comparing("roles", "reference", "wins", parse=ParseConfig(preset="genrm")),
         comparing("strengths", "round_robin", "bradley_terry"),
         judge(remote, folder, "principled", "genrm", template="{reference}"),
         judge(remote, folder, "two", template="{criterion} {response_a} {response_b} [[A]]", criteria=criteria),
@@ -93,6 +94,7 @@ def test_every_schedule_follows_from_the_verdicts(server: RunningServer) -> None
     assert circle.raise_for_failed().rewards[4] == 1.0 and set(circle.rewards.tolist()) <= {0.0, 0.25, 0.5, 0.75, 1.0}
     labels = ["worth 2", "worth 2", "worth 4", "worth 0", "worth 9"]
     np.testing.assert_allclose(ask(server, "reference", labels=labels).rewards, [1, 0, 0.5, 1, 0])
+    np.testing.assert_allclose(ask(server, "roles", labels=labels).rewards, [0.8, 0.2, 0.5, 0.8, 0.2], atol=1e-6)
     want = log_odds(np.array([1, 0, 0.5, 1, 0]))
     np.testing.assert_allclose(ask(server, "against", labels=labels).rewards, want, atol=1e-6)
     order = [2, 0, 3, 1, 4]
@@ -142,7 +144,14 @@ def test_an_unreadable_verdict_fails_its_sample_alone(server: RunningServer, rem
 def test_a_restart_asks_nothing_again(remote: StandIn, folder: Path) -> None:
     for _ in range(2):
         with served.running(
-            judge(remote, folder, "again", "rm_r1", template="again {response_a}|{response_b} <answer>")
+            judge(
+                remote,
+                folder,
+                "again",
+                "rm_r1",
+                cache=str(folder / "again"),
+                template="again {response_a}|{response_b} <answer>[[A]]",
+            )
         ) as one:
             ask(one, "again").raise_for_failed()
     asked = {q: n for q, n in remote.counts()["asked"].items() if q.startswith("again ")}

@@ -2,8 +2,8 @@
 
     python drive_nemo_gym.py HOST PORT ROWS FOLDER
 
-ROWS is a file of Gym's rows as JSON; each tells the stub of a policy by `says` what it answers. Prints Gym's results,
-what it wrote into its files, and its own aggregate metrics of the same results.
+ROWS is a file of Gym's rows as JSON; each tells the stub of a policy by `says` what it answers, of a list one after
+the other. Prints Gym's results, what it wrote into its files, and its own aggregate metrics of the same results.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Policy(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         content = asked["input"][-1]["content"]
         text = says[content if isinstance(content, str) else content[0]["text"]]
+        text = text.pop(0) if isinstance(text, list) else text
         message = {"type": "message", "id": "m", "role": "assistant", "status": "completed"}
         message["content"] = [{"type": "output_text", "text": text, "annotations": []}]
         thought = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "not scored"}]}
@@ -127,7 +128,8 @@ finally:
 
 
 def lines_of(name: str) -> list[Any]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    file = folder / name
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 good = lines_of("rollouts.jsonl")

@@ -1,8 +1,10 @@
 """The libraries of environments, each in its own environment, against a server."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import judged
@@ -10,8 +12,11 @@ import served
 import zoo
 from guerdon import RewardClient
 from guerdon.server.runtime import RunningServer
+from guerdon.settings.chat_judges import ChatJudgeConfig, ParseConfig
 from guerdon.settings.config import ComponentConfig, JudgeConfig, ModelConfig, RewardConfig
+from guerdon.settings.rubrics import ComparingConfig
 from served import Serve
+from stand_in_judge import KEY, MODEL, stand_in
 from trainers.driving import drive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -78,6 +83,30 @@ def test_nemo_gym_collects_rollouts(server: RunningServer, wanted: list[float], 
         assert group["mean/reward"] == pytest.approx(gyms_group["mean/reward"])
 
 
+def test_nemo_gyms_rollouts_wait_for_their_group(tmp_path: Path) -> None:
+    """Its agent verifies each rollout by itself; a judge in words gets both of a task together."""
+    (tmp_path / "key").write_text(KEY)
+    with stand_in() as remote:
+        judge = ChatJudgeConfig(
+            name="careful", url=remote.url, model=MODEL, parse=ParseConfig(preset="brackets"),
+            compare=ComparingConfig(scores="wins"), cache=str(tmp_path / "answers"), api_key_file=str(tmp_path / "key"),
+        )  # fmt: skip
+        rows = [
+            {"responses_create_params": {"input": [{"role": "user", "content": question}]}, "says": says}
+            for question, says in ((f"Task {i}?", [f"worth {1 + i}", f"worth {3 - i}"]) for i in range(3))
+        ]
+        with served.running(judge, group_size=2, group_wait_s=300.0) as running:
+            host, port = running.http_url.removeprefix("http://").split(":")
+            told = drive(
+                "nemo_gym", "drive_nemo_gym.py", host, port, "SAMPLES", str(tmp_path), samples=rows, tmp=tmp_path
+            )
+    assert len(told["results"]) == len(told["good"]) == 6
+    for row in told["good"]:
+        text, task = row["response"]["output"][-1]["content"][0]["text"], row["_ng_task_index"]
+        mine = int(text[-1])
+        assert row["reward"] == 0.5 + 0.5 * np.sign(mine - (4 - mine)), (text, task)
+
+
 def test_nemo_gyms_strategy_compares_groups(tmp_path: Path) -> None:
     """Its client of `/compare`, and its model of the reply; a response without a text is one of the group."""
     model = str(zoo.tokenizer(zoo.language_model("mixtral", tmp_path / "judge")))
@@ -125,6 +154,33 @@ def test_verifiers_evaluates_tasks(server: RunningServer, wanted: list[float], t
         assert trace["rewards"]["helpful"]["score"] == pytest.approx(wanted[index], rel=1e-6)
         assert trace["rewards"]["helpful"]["weight"] == 2
         assert trace["metrics"]["total/words"] == SAYS[index].split().count(LABELS[index])
+
+
+def test_verifiers_tasks_bring_their_criteria(tmp_path: Path) -> None:
+    """In the field of the answer, as JSON; a judge in words is asked each."""
+    (tmp_path / "key").write_text(KEY)
+    criteria = [
+        [{"name": "words", "text": f"worth {i}", "weight": 2}, {"text": "worth 1", "weight": -1}] for i in range(2, 5)
+    ]
+    rows = [
+        {"prompt": question, "says": says, "answer": json.dumps({"criteria": own})}
+        for question, says, own in zip(QUESTIONS, SAYS, criteria, strict=True)
+    ]
+    with stand_in() as remote:
+        judge = ChatJudgeConfig(
+            name="total", url=remote.url, model=MODEL, template="{prompt} {response} {criterion}",
+            sample_criteria="replace", reduce="mean", parse=ParseConfig(regex=r"Score: (\S+)"),
+            cache=str(tmp_path / "answers"), api_key_file=str(tmp_path / "key"),
+        )  # fmt: skip
+        with served.running(judge) as running:
+            arguments = (running.http_url, "SAMPLES", str(tmp_path))
+            told = drive("verifiers", "drive_verifiers.py", *arguments, samples=rows, tmp=tmp_path)
+    assert len(told) == 6
+    for episode in told:
+        (trace,), index = episode["traces"], episode["task"]["data"]["idx"]
+        assert episode["ok"] and trace["errors"] == []
+        assert trace["rewards"]["helpful"]["score"] == pytest.approx((2 * (2 + index) - 1) / 3)
+        assert trace["metrics"]["total/words"] == 2 + index
 
 
 def test_openenvs_environments_ask_for_their_rewards(

@@ -123,7 +123,7 @@ class ServedChatJudge:
             asked: list[Message] = [{"role": "user", "content": question}]
             if self.config.parse.preset == "genrm" and isinstance(subject, Pair):
                 asked = as_roles(subject, question)
-                if not subject.a.history:
+                if not (subject.a.history or subject.b.history):
                     made.append(InvalidRequest(f"{self.info.name} reads a conversation: send `prompts`, or messages"))
                     continue
             try:
@@ -136,8 +136,9 @@ class ServedChatJudge:
 def as_roles(pair: Pair, principle: str) -> list[Message]:
     """Returns the conversation, the principle if there is one, and both responses, each in a role of its own."""
     roles = {"principle": principle, "response_1": pair.a.response, "response_2": pair.b.response}
+    history = pair.a.history or pair.b.history  # a reference is a response alone
     after = [{"role": role, "content": text} for role, text in roles.items() if role != "principle" or text]
-    return [*({"role": one["role"], "content": one["content"]} for one in pair.a.history), *after]
+    return [*({"role": one["role"], "content": one["content"]} for one in history), *after]
 
 
 def _reduce(asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:

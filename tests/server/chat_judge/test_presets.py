@@ -164,7 +164,7 @@ def test_a_presets_name_is_enough() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"parse": ParseConfig(preset="j2")}, "parse.preset is 'j2'"),
+        ({"parse": ParseConfig(preset="j2"), "template": "{response_a} {response_b}"}, "parse.preset is 'j2'"),
         ({"parse": ParseConfig(preset="genrm", regex="(x)")}, "preset and regex are both given"),
         ({"parse": ParseConfig(preset="genrm"), "compare": None}, "which reads verdicts on two responses"),
         ({"parse": ParseConfig(preset="genrm"), "template": "{response_a}"}, "unknown field"),
