@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 62_908,
-    "files of src": 335,
-    "lines of tests": 81_881,
+    "lines of src": 63_234,
+    "files of src": 336,
+    "lines of tests": 82_495,
     "modules with one importer": 80,
-    "private functions that one place calls": 602,
+    "private functions that one place calls": 609,
     "imports, % of the lines": 6.9,
     "public classes with two homes": 2,
     "places outside of kinds/ that ask for the kind": 10,
