@@ -23,7 +23,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-import guerdon
 from guerdon.core import Score, Sequence
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.functions import MAX_BATCH_TOKENS, FunctionForm, check_function_settings
@@ -200,7 +199,7 @@ class _Pool:
             self._env = _without_environment(self._env)
             # With nothing else of this environment: guerdon's own code, from a folder that has only that.
             self._folder = tempfile.TemporaryDirectory(prefix="guerdon-code-")
-            os.symlink(Path(guerdon.__file__).parent, os.path.join(self._folder.name, "guerdon"))
+            os.symlink(Path(__file__).parents[2], os.path.join(self._folder.name, "guerdon"))
             self._command = [config.isolate_python, "-u", "-c", _START_ELSEWHERE, json.dumps([self._folder.name])]
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
