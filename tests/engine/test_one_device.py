@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 import zoo
 from guerdon.actor.sampling import Sampler
 from guerdon.core import Sequence
-from guerdon.engine import engine as engine_module
-from guerdon.engine import microbatches, self_check
+from guerdon.engine import heads, microbatches, self_check
 from guerdon.engine.attention import flex, forms, registry
 from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.engine.checkpoint.reward_models import load_critic, load_reward_model
@@ -90,7 +89,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, forms.Nee
         lambda engine, *_, **__: self_check._Choice("packed+shared" if engine.causal else "packed", "as is wanted"),
     )
     monkeypatch.setattr(self_check, "_sees_later", lambda forward: (False, 0.0))
-    monkeypatch.setattr(engine_module, "to_scores", lambda head, logits, sequences: [logits] * len(sequences))
+    monkeypatch.setattr(heads, "to_scores", lambda head, logits, sequences: [logits] * len(sequences))
     forms._choose_form.cache_clear()
     yield told
     forms._choose_form.cache_clear()

@@ -413,7 +413,7 @@ def _add_convert(commands: Any) -> None:
     parser = _add_command(
         commands, "convert", "Convert a GGUF file, an adapter or InternLM2 to a folder that can be served.", run_convert
     )
-    parser.usage = "guerdon convert FILE.gguf|ADAPTER|MODEL FOLDER [--base MODEL] [--dtype DTYPE]"
+    parser.usage = "guerdon convert FILE.gguf|ADAPTER|MODEL FOLDER [--base BASE] [--dtype D]"
     parser.add_argument(
         "FILE",
         metavar="FILE.gguf|ADAPTER|MODEL",

@@ -10,6 +10,9 @@ import { axis, card, middles } from "./panels.js";
 const OTHER = "other_mass";
 /** Nor is that of a judge that compares: the share of its verdicts on which the two orders disagreed. */
 const DISAGREED = "disagreed";
+/** Nor the largest entropy over the labels of any criterion, which shows a judge that is unsure. */
+const UNSURE = "label_entropy";
+const BESIDE = [OTHER, DISAGREED, UNSURE];
 const COLOURS = 8;
 let cards, besides;
 
@@ -23,6 +26,7 @@ export function make() {
   besides = {
     [OTHER]: chartCard("Mass on no label", "mean of other_mass", percent),
     [DISAGREED]: chartCard("Orders disagree", "of its verdicts", percent),
+    [UNSURE]: chartCard("Unsure", "entropy over labels, in nats", number),
     entropy: chartCard("Entropy", "mean per asked token, in nats", number),
   };
   byId("components-grid").replaceChildren(...all().map((made) => made.node));
@@ -55,13 +59,13 @@ export function show(snapshot, name) {
   putText(link, title);
   putText(byId("components-aside"), aside);
   const isJudge = own.names.includes(OTHER);
-  const criteria = own.names.map((part, i) => [part, i]).filter(([part]) => !isJudge || ![OTHER, DISAGREED].includes(part));
+  const criteria = own.names.map((part, i) => [part, i]).filter(([part]) => !isJudge || !BESIDE.includes(part));
   for (const [key, made] of Object.entries(cards)) put(snapshot, own, key, made, criteria);
   cards.share.node.hidden = criteria.length < 2;
   if (!cards.share.node.hidden && !own.window.share.some(isNumber)) {
     cards.share.empty("Too few different rewards for shares");
   }
-  for (const part of [OTHER, DISAGREED]) showBeside(snapshot, besides[part], isJudge ? own : null, part);
+  for (const part of BESIDE) showBeside(snapshot, besides[part], isJudge ? own : null, part);
   showBeside(snapshot, besides.entropy, snapshot.entropies[name], "entropy per token");
   byId("components-grid").dataset.cards = String(all().filter((made) => !made.node.hidden).length);
 }
