@@ -269,7 +269,7 @@ class Judgement:
 
 
 @dataclass(frozen=True, slots=True)
-class Cohort:
+class GroupKey:
     """The group that single calls are of: those with the same `key`, `size` samples in all; 0 is the server's setting.
 
     `place` is the sample's number in it, if the sender counts them.

@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, Raw
 
 from guerdon.core import Message, ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest
-from guerdon.judge_core import Cohort
+from guerdon.judge_core import GroupKey
 from guerdon.messages import plain
 from guerdon.wire import bodies, schema
 from guerdon.wire.bodies import MAX_ROWS, Octets, check_depth, kind_of, kinds_of, to_ids
@@ -179,7 +179,7 @@ class Form:
         if asked.request is not None:
             asked.request.is_whole = True
             if isinstance(parsed, GroupBody) and parsed.group is not None:
-                asked.request.cohort = Cohort(repr(parsed.group), parsed.group_size or 0)
+                asked.request.cohort = GroupKey(repr(parsed.group), parsed.group_size or 0)
         return asked
 
 

@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest
-from guerdon.judge_core import DISAGREED, Cohort, Comparisons, GroupRequest, JudgedReply
+from guerdon.judge_core import DISAGREED, Comparisons, GroupKey, GroupRequest, JudgedReply
 from guerdon.messages import answered, plain
 from guerdon.wire import bodies
 from guerdon.wire.bodies import MAX_ROWS, check_depth, digest, kind_of
@@ -207,14 +207,14 @@ def _verify(row: dict[str, Any], url: VerifyUrl) -> form.FormRequest:
     return form.FormRequest(body.model or "", request, to_reply)
 
 
-def _cohort(body: VerifyBody, row: Mapping[str, Any], request: ScoreRequest) -> Cohort:
+def _cohort(body: VerifyBody, row: Mapping[str, Any], request: ScoreRequest) -> GroupKey:
     """Returns the rollout's group: its own, or rollouts of the same task, prompt and label."""
     assert request.messages is not None
     place = row.get(_ROLLOUT)
     about = body.group
     if about is None:
         about = digest(([row.get(name) for name in _GROUP], request.messages[0][:-1], request.references))
-    return Cohort(repr(about), body.group_size or 0, place if isinstance(place, int) else None)
+    return GroupKey(repr(about), body.group_size or 0, place if isinstance(place, int) else None)
 
 
 def _told(result: Score | GuerdonError, info: ModelInfo, config: dict[str, Any]) -> VerifyReply:

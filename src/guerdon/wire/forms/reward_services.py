@@ -27,7 +27,7 @@ class Turn(form.Keys, kw_only=True):
     text: form.Text
 
 
-class Asked(form.Keys, kw_only=True):
+class HistoryRequest(form.Keys, kw_only=True):
     """One sample, and the rewards that it needs: a model's name, or names of a sum's or judge's components."""
 
     history: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_ROWS, description="a list of objects with text")]
@@ -44,7 +44,7 @@ class UniRLBody(form.Body, kw_only=True):
     example: ClassVar[str] = (
         '{"requests": [{"history": [{"text": "a prompt"}, {"text": "a response"}], "required_rewards": ["a model"]}]}'
     )
-    requests: Annotated[list[Asked], Meta(max_length=MAX_ROWS, description="a list of objects with history")]
+    requests: Annotated[list[HistoryRequest], Meta(max_length=MAX_ROWS, description="a list of objects with history")]
 
 
 class UniRLReply(msgspec.Struct):
