@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -33,7 +34,7 @@ def rollouts() -> Any:
             missing = str(e.name)
             if missing.startswith(("nemo_rl", "guerdon")):
                 raise
-            stand_in = MagicMock(__path__=[], __spec__=None)
+            stand_in = MagicMock(__path__=[], __spec__=ModuleSpec(missing, None))
             stand_in.__name__ = missing
             sys.modules[missing] = stand_in
 

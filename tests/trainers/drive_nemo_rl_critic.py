@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import typing
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -38,7 +39,7 @@ def load(name: str) -> Any:
             missing = str(e.name)
             if missing.startswith(("nemo_rl", "guerdon")):
                 raise
-            stand_in = MagicMock(__path__=[], __spec__=None)
+            stand_in = MagicMock(__path__=[], __spec__=ModuleSpec(missing, None))
             stand_in.__name__ = missing
             sys.modules[missing] = stand_in
 
