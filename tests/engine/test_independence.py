@@ -118,7 +118,7 @@ def texts(*lengths: int, seed: int = 0) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     ("name", "dtype", "randomised", "path"),
     [
-        ("zamba", "bfloat16", False, "single"),
+        pytest.param("zamba", "bfloat16", False, "single", marks=pytest.mark.slow),
         ("recurrent_gemma", "bfloat16", True, "single"),
         ("falcon_h1", "bfloat16", False, "shared"),
         ("qwen3_5_text", "bfloat16", False, "shared"),
@@ -141,7 +141,7 @@ def test_what_runs_from_row_to_row_is_found_below_any_tolerance(
     assert all(np.array_equal(one, found[0]) for one in found)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "why"),
     [

@@ -229,11 +229,11 @@ def test_a_truncated_torch_file(tmp_path: Path, keep: int, legacy: bool) -> None
     assert f"{path} is truncated" in str(error) and "again" in error.help
 
 
-def test_a_torch_file_cut_at_any_byte(tmp_path: Path) -> None:
+def test_a_torch_file_cut_anywhere(tmp_path: Path) -> None:
     path, tensors = tmp_path / "pytorch_model.bin", {f"layers.{i}.weight": torch.ones(5, 3) for i in range(3)}
     torch.save(tensors, path, _use_new_zipfile_serialization=False)
     whole = path.read_bytes()
-    for keep in range(4, len(whole)):
+    for keep in range(4, len(whole), 3):
         path.write_bytes(whole[:keep])
         with pytest.raises(CheckpointError, match="is truncated"):
             stored.open_torch(path)
