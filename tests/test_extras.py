@@ -27,6 +27,7 @@ CODE = {  # path prefix in src/guerdon: the extra that its code is for; the long
     "verifiers/mathematics.py": "math",
     "verifiers": "server",
     "actor": "actor",
+    "cli/check_reference.py": "server",
     "deploy": "ray",
     "plots.py": "plot",
 }

@@ -181,7 +181,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 WORDS = {"or", "unless"}
 UNSEEN = {
     "guerdon_component_mean", "guerdon_component_std", "guerdon_isolated_ends", "guerdon_judge_comparisons",
-    "guerdon_judge_disagreements", "guerdon_judge_other_mass", "guerdon_recheck_difference",
+    "guerdon_groups", "guerdon_judge_disagreements", "guerdon_judge_other_mass", "guerdon_recheck_difference",
 }  # fmt: skip
 """What is looked up when it is needed, and watched by nobody."""
 

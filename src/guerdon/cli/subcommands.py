@@ -50,6 +50,7 @@ def make_parser() -> Parser:
     for name, actor in _ACTORS.items():
         _add_actor(commands, name, *actor)
     doctor = _add_command(commands, "doctor", "Check the installation, the machine and servers.", run_doctor)
+    doctor.usage = "guerdon doctor [--rubric FILE --rows FILE] [--json] [URL|MODEL ...]"
     doctor.add_argument(
         "TARGET", nargs="*", metavar="URL|MODEL",
         help="Servers (http:// or grpc:// URLs) and models (folders or hub ids) to check as well.",

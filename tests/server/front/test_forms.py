@@ -229,7 +229,7 @@ def test_a_large_body_is_read_and_answered_off_the_loop(service):
     ):
         bodies.append(orjson.dumps({"text": [text]}))
         rows.append(num_rows)
-        request = HttpRequest({"query_string": b"", "headers": []}, received)
+        request = HttpRequest({"path": "/encode", "query_string": b"", "headers": []}, received)
         request.caller = ANYBODY
         answering = app._answer(FormExchange(request, form, Admission(service, config), config), request)
         assert asyncio.run_coroutine_threadsafe(answering, service._asyncio).result(60)[2] == b"null"

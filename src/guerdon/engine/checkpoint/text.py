@@ -52,8 +52,8 @@ _TRIED: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant",
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
-_LONGEST_SILENCE = 32
-"""Tokens without text after which the context before them is dropped."""
+_LONGEST_SILENCE = 3
+"""Tokens without text after which what they say is told as it is: no character has more than four bytes."""
 
 
 class TextEncoder:
@@ -363,14 +363,16 @@ class TextEncoder:
         """
         ids, pieces = tokens.tolist(), []
         start = read = 0  # the span between them is already in `pieces`, but a decoder needs it as context
-        context = ""
+        context, told = "", -1
         for i in range(len(ids)):
             text = self._text(ids[start : i + 1])
             # A token may end one character and begin the next.
-            is_long = i + 1 - start > _LONGEST_SILENCE
-            known = text if is_long or i + 1 == len(ids) else text.rstrip(UNFINISHED)
+            known = text if i + 1 == len(ids) else text.rstrip(UNFINISHED)
+            is_long = len(known) <= len(context) and i - told > _LONGEST_SILENCE
+            known = text if is_long else known
             pieces.append(known[len(context) :])
             context += pieces[-1]
+            told = i if pieces[-1] else told
             if known == text and (pieces[-1] or is_long):
                 start, read = read, i + 1
                 context = self._text(ids[start:read])

@@ -26,7 +26,7 @@ export function make() {
   besides = {
     [OTHER]: chartCard("Mass on no label", "mean of other_mass", percent),
     [DISAGREED]: chartCard("Orders disagree", "of its verdicts", percent),
-    [UNSURE]: chartCard("Unsure", "entropy over labels, in nats", number),
+    [UNSURE]: chartCard("Unsure", "between labels, in nats", number),
     entropy: chartCard("Entropy", "mean per asked token, in nats", number),
   };
   byId("components-grid").replaceChildren(...all().map((made) => made.node));
