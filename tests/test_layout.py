@@ -14,7 +14,7 @@ import pytest
 SRC = Path(__file__).parents[1] / "src"
 BASE = {
     "core", "critic_core", "durable", "endings", "errors", "judge_core", "memory", "messages",
-    "plots", "settings", "teacher_core", "thinking", "trees", "vocabulary",
+    "plots", "settings", "teacher_core", "tensor_files", "thinking", "trees", "vocabulary",
 }  # fmt: skip
 PARTS = {"wire", "client", "kinds", "server", "engine", "distributed", "training", "actor"}
 

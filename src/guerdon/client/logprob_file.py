@@ -29,7 +29,7 @@ import numpy as np
 import orjson
 from tqdm import tqdm
 
-from guerdon import durable
+from guerdon import durable, tensor_files
 from guerdon.client.jsonl import asks_of, read_rows
 from guerdon.client.score_file import RowGroup, RowsInFlight
 from guerdon.errors import StartError
@@ -248,28 +248,17 @@ class _Output:
 
 def _to_bytes(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
     """Returns a file of safetensors."""
-    header: dict[str, Any] = {"__metadata__": metadata}
-    stop = 0
-    for name, table in tensors.items():
-        start, stop = stop, stop + table.nbytes
-        header[name] = {"dtype": _DTYPES[str(table.dtype)], "shape": table.shape, "data_offsets": [start, stop]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *(np.ascontiguousarray(t).data for t in tensors.values())])
+    header = tensor_files.header(
+        {n: (_DTYPES[str(table.dtype)], table.shape) for n, table in tensors.items()}, metadata
+    )
+    return b"".join([header, *(np.ascontiguousarray(table).data for table in tensors.values())])
 
 
 def read_shard(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Returns a shard's tensors, mapped and not yet read, and its metadata; raises StartError if it is damaged."""
+    dtypes = {stored: np.dtype(name) for name, stored in _DTYPES.items()}
     try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-        facts, tensors = header.pop("__metadata__"), {}
-        dtypes = {stored: np.dtype(name) for name, stored in _DTYPES.items()}
-        data = np.memmap(path, mode="r", offset=8 + size) if header else np.empty(0, np.uint8)
-        for name, about in header.items():
-            start, stop = about["data_offsets"]
-            tensors[name] = data[start:stop].view(dtypes[about["dtype"]]).reshape(about["shape"])
-        return tensors, facts
-    except (OSError, ValueError, KeyError, TypeError) as e:
+        found, facts = tensor_files.parse(np.memmap(path, np.uint8, "r").data)
+        return {n: np.frombuffer(one.data, dtypes[one.dtype]).reshape(one.shape) for n, one in found.items()}, facts
+    except (OSError, ValueError, KeyError) as e:
         raise StartError(f"{path} is no shard of log-probs: {e}", "remove it, and what comes after it") from e

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from guerdon import tensor_files
 from guerdon.errors import GuerdonError, ServerFault, install_command
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -34,10 +34,8 @@ class Head:
     def from_file(cls, file: bytes | bytearray) -> Head:
         """Reads the safetensors file that a teacher sends; raises ServerFault if it is malformed."""
         try:
-            start = 8 + int.from_bytes(file[:8], "little")
-            described = json.loads(file[8:start])
-            metadata = described.pop("__metadata__")
-            arrays = {name: _array(file, start, tensor) for name, tensor in described.items()}
+            tensors, metadata = tensor_files.parse(file)
+            arrays = {name: _array(tensor) for name, tensor in tensors.items()}
             return cls(
                 arrays["weight"],
                 arrays.get("bias"),
@@ -74,9 +72,6 @@ class Head:
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
 
-def _array(file: bytes | bytearray, start: int, tensor: dict[str, Any]) -> np.ndarray:
-    first, stop = tensor["data_offsets"]
-    raw = memoryview(file)[start + first : start + stop]
-    return (
-        np.frombuffer(raw, _DTYPES[tensor["dtype"]]).reshape(tensor["shape"]).copy()
-    )  # a copy is writable and aligned
+def _array(tensor: tensor_files.TensorBytes) -> np.ndarray:
+    made = np.frombuffer(tensor.data, _DTYPES[tensor.dtype]).reshape(tensor.shape)
+    return made.copy()  # writable and aligned

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from guerdon import tensor_files
 from guerdon.core import Score, Sequence
 from guerdon.engine.caught_calls import RowProducts
 from guerdon.engine.fsdp import NOT_SHARDED, Fsdp, shallow_copy
@@ -399,20 +400,14 @@ def export_head(model: Any, head: OutputHead, name: str, weights_version: str) -
     for piece in _pieces(tensors):
         hashing.update(piece)
     metadata |= {"digest": hashing.hexdigest(), "weights_version": weights_version}
-    described: dict[str, Any] = {"__metadata__": metadata}
-    stop = 0
-    for key, tensor in tensors.items():
-        start, stop = stop, stop + tensor.nbytes
-        described[key] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
-    text = json.dumps(described).encode()
-    text += b" " * (-len(text) % 8)  # safetensors aligns the data
-    header = len(text).to_bytes(8, "little") + text
+    described = {name: (_DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    header = tensor_files.header(described, metadata)
 
     def pieces() -> Iterator[bytes | memoryview]:
         yield header
         yield from _pieces(tensors)
 
-    return HeadFile(metadata["digest"], weights_version, len(header) + stop, pieces)
+    return HeadFile(metadata["digest"], weights_version, len(header) + sum(x.nbytes for x in tensors.values()), pieces)
 
 
 def rebuild(hidden: Tensor, tensors: dict[str, Tensor], scale: float, soft_cap: float | None) -> Tensor:

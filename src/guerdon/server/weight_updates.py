@@ -18,33 +18,16 @@ from typing import Any
 
 import numpy as np
 
+from guerdon import tensor_files
 from guerdon.errors import Forbidden, InvalidRequest, StorageFailed
 from guerdon.server.model_repository import Repository
+from guerdon.tensor_files import TensorBytes
 
 _BITS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<u4"), "BF16": np.dtype("<u2"), "F16": np.dtype("<u2")}
 """The dtypes of weights, and their bits."""
 _AT_ONCE = 1 << 22
 """Numbers that are blended at once."""
 _INDEX = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a file or a body: its dtype, shape, and its bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: Any
-
-    def pieces(self) -> Iterator[np.ndarray]:
-        """Yields its numbers as float32, a few MiB at a time."""
-        bits = np.frombuffer(self.data, _BITS[self.dtype])
-        for start in range(0, len(bits), _AT_ONCE):
-            some = bits[start : start + _AT_ONCE]
-            if self.dtype == "BF16":
-                yield (some.astype(np.uint32) << 16).view(np.float32)
-            else:
-                yield some.view(np.float32 if self.dtype == "F32" else np.float16).astype(np.float32)
 
 
 @dataclass(slots=True)
@@ -54,7 +37,7 @@ class _Update:
     id: str
     folder: Path
     base: Path
-    wanted: dict[str, Stored]
+    wanted: dict[str, TensorBytes]
     is_tied: bool
     files: dict[str, str] = field(default_factory=dict)
     fault: str = ""
@@ -150,7 +133,7 @@ class WeightUpdates:
             raise InvalidRequest(f"no update of {name} is open{other}; POST /start_weight_update first")
         return update
 
-    def _tensors(self, source: bytes | bytearray | str) -> dict[str, Stored]:
+    def _tensors(self, source: bytes | bytearray | str) -> dict[str, TensorBytes]:
         if not isinstance(source, str):
             return _parse(source, "the body")
         assert self._root is not None
@@ -160,7 +143,7 @@ class WeightUpdates:
         return _read(path)
 
 
-def _keep(update: _Update, tensors: dict[str, Stored], ema: float) -> None:
+def _keep(update: _Update, tensors: dict[str, TensorBytes], ema: float) -> None:
     """Writes the tensors to a file of the update, blended with those that serve if there is an `ema`."""
     if update.is_tied:  # state_dict() has the output layer a second time
         tensors.pop("lm_head.weight", None)
@@ -173,15 +156,15 @@ def _keep(update: _Update, tensors: dict[str, Stored], ema: float) -> None:
         if name in update.files:
             raise InvalidRequest(f"{name} was sent before in this update")
     file_name = f"model-{len(update.files):06d}.safetensors"
-    dtypes = {name: "F32" if ema else tensor.dtype for name, tensor in tensors.items()}
+    described = {name: ("F32" if ema else tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     try:
         with (update.folder / file_name).open("wb") as file:
-            file.write(_header(tensors, dtypes))
+            file.write(tensor_files.header(described, {"format": "pt"}))
             for name, tensor in tensors.items():
                 if not ema:
                     file.write(tensor.data)
                     continue
-                pairs = zip(update.wanted[name].pieces(), tensor.pieces(), strict=True)
+                pairs = zip(_pieces(update.wanted[name]), _pieces(tensor), strict=True)
                 for old, new in pairs:
                     file.write((old.astype(np.float64) * ema + new.astype(np.float64) * (1 - ema)).astype("<f4").data)
     except OSError as e:
@@ -200,7 +183,7 @@ def _complete(update: _Update) -> None:
         raise StorageFailed(f"{update.folder} cannot take the weights: {e.strerror}") from e
 
 
-def _read_folder(folder: Path) -> dict[str, Stored]:
+def _read_folder(folder: Path) -> dict[str, TensorBytes]:
     """Returns the tensors of the checkpoint that serves; raises InvalidRequest if it is not one of safetensors."""
     index = folder / _INDEX
     names = (
@@ -211,43 +194,30 @@ def _read_folder(folder: Path) -> dict[str, Stored]:
     return {name: tensor for file in names for name, tensor in _read(folder / file).items()}
 
 
-def _read(path: Path) -> dict[str, Stored]:
+def _read(path: Path) -> dict[str, TensorBytes]:
     try:
         return _parse(np.memmap(path, np.uint8, "r").data, path.name)
     except (OSError, ValueError) as e:
         raise InvalidRequest(f"{path.name} cannot be read: {e}") from e
 
 
-def _parse(data: Any, what: str) -> dict[str, Stored]:
-    """Returns the tensors of a file of safetensors; raises InvalidRequest if it is torn, or none."""
-    view = memoryview(data)
+def _parse(data: Any, what: str) -> dict[str, TensorBytes]:
+    """Returns the tensors of a file of safetensors; raises InvalidRequest if it is torn, or none, or has no weights."""
     try:
-        stop = 8 + int.from_bytes(view[:8], "little")
-        header: Any = json.loads(bytes(view[8:stop])) if 8 < stop <= len(view) else None
-        header.pop("__metadata__", None)
-        found, end = {}, 0
-        for name, about in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            (begin, after), shape = about["data_offsets"], tuple(about["shape"])
-            bits = _BITS[about["dtype"]]
-            size = int(np.prod(shape, dtype=object)) * bits.itemsize
-            if begin != end or after != begin + size:
-                raise ValueError(f"the offsets of {name} are wrong")
-            found[name], end = Stored(about["dtype"], shape, view[stop + begin : stop + after]), after
-        if stop + end != len(view):
-            raise ValueError(f"it has {len(view)} bytes, not {stop + end}")
-    except KeyError as e:
-        raise InvalidRequest(f"{what} has a tensor without {e}, or of that dtype; weights are F32, BF16 or F16") from e
-    except (ValueError, TypeError, AttributeError, UnicodeDecodeError) as e:
+        found, _ = tensor_files.parse(data)
+    except ValueError as e:
         raise InvalidRequest(f"{what} is no whole file of safetensors: {e}") from e
+    if other := next((name for name, tensor in found.items() if tensor.dtype not in _BITS), None):
+        raise InvalidRequest(f"{what} has {other} as {found[other].dtype}; weights are F32, BF16 or F16")
     return found
 
 
-def _header(tensors: dict[str, Stored], dtypes: dict[str, str]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    stop = 0
-    for name, tensor in tensors.items():
-        start, stop = stop, stop + int(np.prod(tensor.shape, dtype=object)) * _BITS[dtypes[name]].itemsize
-        header[name] = {"dtype": dtypes[name], "shape": tensor.shape, "data_offsets": [start, stop]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+def _pieces(tensor: TensorBytes) -> Iterator[np.ndarray]:
+    """Yields the tensor's numbers as float32, a few MiB at a time."""
+    bits = np.frombuffer(tensor.data, _BITS[tensor.dtype])
+    for start in range(0, len(bits), _AT_ONCE):
+        some = bits[start : start + _AT_ONCE]
+        if tensor.dtype == "BF16":
+            yield (some.astype(np.uint32) << 16).view(np.float32)
+        else:
+            yield some.view(np.float32 if tensor.dtype == "F32" else np.float16).astype(np.float32)
