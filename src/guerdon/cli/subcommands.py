@@ -201,20 +201,44 @@ def _add_score(commands: Any) -> None:
     parser.add_argument(
         "-o", "--out", metavar="OUT", required=True, help="JSONL file to write or to continue; - is stdout."
     )
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument(
-        "--server", action="append", metavar="URL", help="http:// or grpc:// URL. Repeat it to share the load."
-    )
-    where.add_argument("--model", metavar="MODEL", help="Load this model instead: folder, hub id, or module:function.")
-    parser.add_argument("--template", action="store_true", help="Put prompts and responses through the chat template.")
+    _add_answerer(parser, "Load this model instead: folder, hub id, or module:function.")
     parser.add_argument(
         "--plot", metavar="FILE.png", help="Draw the rewards; for pairs also margins and accuracy by category."
     )
     parser.add_argument("--retry-failed", action="store_true", help="Score rows of OUT with failed samples again.")
+    sources.add_server_flags(parser, ModelConfig)
+
+
+def _add_answerer(parser: argparse.ArgumentParser, model_help: str) -> None:
+    """Adds the flags of who answers about a file's rows, and how they are read and shown."""
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--server", action="append", metavar="URL", help="http:// or grpc:// URL. Repeat it to share the load."
+    )
+    where.add_argument("--model", metavar="MODEL", help=model_help)
+    parser.add_argument("--template", action="store_true", help="Put prompts and responses through the chat template.")
     parser.add_argument(
         "--no-progress", action="store_true", help="Show no progress bar; it is shown only on terminals."
     )
-    sources.add_server_flags(parser, ModelConfig)
+
+
+def _ask_servers(args: argparse.Namespace, config: type[Any], client: type[Any], progress: bool) -> Any:
+    """Returns a client of the servers; None if the model is to be loaded here, for which the process is ready then.
+
+    Raises ConfigError for a setting of the model that the servers run.
+    """
+    flags = sources.given_flags(args, config)
+    if not args.server:
+        console.set_up_logging("warning", once=True)  # a function may fail on every row; the summary counts these
+        require_modules(*SERVER_MODULES, extra="server")
+        if progress:  # at once: torch's import takes seconds
+            sys.stderr.write(f"loading {args.model}\n")
+        return None
+    if unused := [flag.replace("_", "-") for flag in flags if flag != "name"]:
+        server = strip_credentials(args.server[0])
+        raise ConfigError(f"--{unused[0]} is given, but the model runs at {server}", "leave it out")
+    console.require_grpc(args.server)
+    return client(args.server, model=flags.get("name", config.name))
 
 
 def run_score(args: argparse.Namespace) -> int:
@@ -226,22 +250,12 @@ def run_score(args: argparse.Namespace) -> int:
 
     if args.plot:
         score_plot.check_plot(args.plot)
-    flags = sources.given_flags(args, ModelConfig)
     progress = not args.no_progress and sys.stderr.isatty()
-    if args.server:
-        if unused := [flag.replace("_", "-") for flag in flags if flag != "name"]:
-            server = strip_credentials(args.server[0])
-            raise ConfigError(f"--{unused[0]} is given, but the model runs at {server}", "leave it out")
-        console.require_grpc(args.server)
-        scorer: Any = RewardClient(args.server, model=flags.get("name", ModelConfig.name))
-    else:
-        console.set_up_logging("warning", once=True)  # a function may fail on every row; the summary counts these
-        require_modules(*SERVER_MODULES, extra="server")
-        if progress:  # at once: torch's import takes seconds
-            sys.stderr.write(f"loading {args.model}\n")
+    scorer = _ask_servers(args, ModelConfig, RewardClient, progress)
+    if scorer is None:
         from guerdon.local import LocalRewardModel
 
-        scorer = LocalRewardModel(args.model, **flags)
+        scorer = LocalRewardModel(args.model, **sources.given_flags(args, ModelConfig))
     with scorer:
         summary = score_file(
             scorer,
@@ -275,17 +289,9 @@ def _add_logprobs(commands: Any) -> None:
     parser.usage = "guerdon logprobs (--server URL | --model MODEL) IN -o FOLDER [--FLAG ...]"
     parser.add_argument("IN", help="JSONL file, or .jsonl.gz.")
     parser.add_argument("-o", "--out", metavar="FOLDER", required=True, help="Folder to write or to continue.")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument(
-        "--server", action="append", metavar="URL", help="http:// or grpc:// URL. Repeat it to share the load."
-    )
-    where.add_argument("--model", metavar="MODEL", help="Load this language model instead: a folder or hub id.")
+    _add_answerer(parser, "Load this language model instead: a folder or hub id.")
     parser.add_argument("--top-k", type=int, default=32, help="How many of the likeliest ids to keep. Default: 32.")
     parser.add_argument("--temperature", type=float, default=1.0, help="Divides the logits. Default: 1.")
-    parser.add_argument("--template", action="store_true", help="Put prompts and responses through the chat template.")
-    parser.add_argument(
-        "--no-progress", action="store_true", help="Show no progress bar; it is shown only on terminals."
-    )
     sources.add_server_flags(parser, TeacherConfig)
 
 
@@ -295,18 +301,12 @@ def run_logprobs(args: argparse.Namespace) -> int:
     from guerdon.client import TeacherClient
     from guerdon.client.logprob_file import write_logprobs
 
-    flags = sources.given_flags(args, TeacherConfig)
-    if args.server:
-        if unused := [flag.replace("_", "-") for flag in flags if flag != "name"]:
-            server = strip_credentials(args.server[0])
-            raise ConfigError(f"--{unused[0]} is given, but the model runs at {server}", "leave it out")
-        console.require_grpc(args.server)
-        teacher: Any = TeacherClient(args.server, model=flags.get("name", TeacherConfig.name))
-    else:
-        console.set_up_logging("warning", once=True)
-        require_modules(*SERVER_MODULES, extra="server")
+    progress = not args.no_progress and sys.stderr.isatty()
+    teacher = _ask_servers(args, TeacherConfig, TeacherClient, progress)
+    if teacher is None:
         from guerdon.local import LocalTeacher
 
+        flags = sources.given_flags(args, TeacherConfig)
         most = max(args.top_k, flags.pop("max_top_k", TeacherConfig.max_top_k))
         teacher = LocalTeacher(args.model, max_top_k=most, **flags)
     with teacher:
@@ -317,7 +317,7 @@ def run_logprobs(args: argparse.Namespace) -> int:
             top_k=args.top_k,
             temperature=args.temperature,
             template=args.template,
-            progress=not args.no_progress and sys.stderr.isatty(),
+            progress=progress,
         )
     sys.stderr.write(f"{summary}\n")
     return Exit.FAILED if summary.num_failed else Exit.DONE
