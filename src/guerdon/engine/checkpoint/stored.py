@@ -471,9 +471,9 @@ def open_torch(path: Path) -> dict[str, StoredTensor]:
     try:
         # Only the zip format can be mapped; weights_only makes pickle refuse everything but tensors.
         data = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except (
-        Exception
-    ) as e:  # torch's reader of damaged bytes raises what they lead to: IndexError, KeyError, AssertionError
+    except MemoryError:  # it says nothing about the file
+        raise
+    except Exception as e:  # damaged bytes lead torch's reader to IndexError, KeyError, AssertionError
         raise faults.unreadable_torch(path, e) from e
     faults.check_state_dict(path, data)
     return {name: stored_tensor(tensor) for name, tensor in data.items()}

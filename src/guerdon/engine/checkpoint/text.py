@@ -52,8 +52,10 @@ _TRIED: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant",
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
-_LONGEST_SILENCE = 3
-"""Tokens without text after which what they say is told as it is: no character has more than four bytes."""
+_MOST_OF_A_CHARACTER = 4
+"""Tokens of one character: each has at least one byte of it."""
+_LONGEST_SILENCE = 32
+"""Tokens without text after which the context before them is dropped."""
 
 
 class TextEncoder:
@@ -363,17 +365,17 @@ class TextEncoder:
         """
         ids, pieces = tokens.tolist(), []
         start = read = 0  # the span between them is already in `pieces`, but a decoder needs it as context
-        context, told = "", -1
+        context, waiting = "", 0  # and tokens of a character that is not complete
         for i in range(len(ids)):
             text = self._text(ids[start : i + 1])
-            # A token may end one character and begin the next.
-            known = text if i + 1 == len(ids) else text.rstrip(UNFINISHED)
-            is_long = len(known) <= len(context) and i - told > _LONGEST_SILENCE
-            known = text if is_long else known
+            known = text.rstrip(UNFINISHED)  # a token may end one character and begin the next
+            is_cut_off = len(known) <= len(context) and waiting + 1 == _MOST_OF_A_CHARACTER
+            if is_cut_off or i + 1 == len(ids):
+                known = text
             pieces.append(known[len(context) :])
             context += pieces[-1]
-            told = i if pieces[-1] else told
-            if known == text and (pieces[-1] or is_long):
+            waiting = 0 if pieces[-1] or known == text else waiting + 1
+            if known == text and (pieces[-1] or i + 1 - start > _LONGEST_SILENCE):
                 start, read = read, i + 1
                 context = self._text(ids[start:read])
         return pieces
