@@ -136,7 +136,7 @@ ENVIRONMENTS = {
 
 
 USED: set[str] = set()
-"""The trainers that were asked for, for a test's report."""
+"""Names whose interpreter was requested; the report of a test resets and reads them."""
 
 
 def python_of(name: str) -> Path:

@@ -1,7 +1,7 @@
 """Live weights: a trainer replaces a served model's weights by vLLM's four phases, over HTTP or by files.
 
-What arrives is checked and written to a checkpoint of its own beside the one that serves, tensor by tensor, so that
-little of it is in memory. Only a whole one is loaded, as by a hot swap: a trainer that dies changes nothing.
+Each tensor is checked and written to a new checkpoint on disk, so that few are in memory. Only a complete checkpoint is
+loaded, by a hot swap: a trainer that dies changes nothing.
 """
 
 from __future__ import annotations

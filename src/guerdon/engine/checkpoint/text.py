@@ -333,23 +333,23 @@ class TextEncoder:
 
     @cached_property
     def num_ids(self) -> int:
-        """The largest id and 1."""
+        """The largest id plus 1."""
         return max(self._tokenizer.get_vocab().values()) + 1
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """The tokens that are no words of a text, such as the EOS."""
+        """The ids of special tokens, such as the EOS."""
         added = self._tokenizer.added_tokens_decoder.items()
         return frozenset([*self._tokenizer.all_special_ids, *(token for token, one in added if one.special)])
 
     @cached_property
     def added_texts(self) -> frozenset[str]:
-        """The tokens that are cut out of a text first."""
+        """The texts of added tokens, which are split off before the model's own tokenisation."""
         return frozenset(self._tokenizer.get_added_vocab())
 
     @property
     def unk_token_id(self) -> int | None:
-        """The token of all that the vocabulary lacks, None if there is none."""
+        """The id of the unknown token, None if there is none."""
         return self._tokenizer.unk_token_id
 
     def names_of(self, tokens: np.ndarray) -> list[str]:
