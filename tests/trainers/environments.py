@@ -62,7 +62,8 @@ ENVIRONMENTS = {
     ),
     "vllm": Environment(
         ["vllm==0.33.0", "transformers==5.20.2", "xgrammar", "apache-tvm-ffi", "llguidance", "openai-harmony"],
-        ["fastapi", "msgspec", "cbor2", "openai", "pybase64", "py-cpuinfo", "partial-json-parser", "watchfiles"],
+        ["fastapi", "msgspec", "cachetools", "cbor2", "cloudpickle", "openai", "pybase64", "py-cpuinfo",
+         "partial-json-parser", "watchfiles"],
     ),
     "sglang": Environment(
         ["sglang==0.5.23", "compressed-tensors", "gguf", "torchvision", "triton", "apache-tvm-ffi"],
