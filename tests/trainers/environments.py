@@ -10,6 +10,7 @@ dependencies, of which those follow that its way to a reward needs: a whole inst
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -26,7 +27,8 @@ class Environment:
     """What one trainer needs: packages without and with their dependencies, and a source where it is not on PyPI.
 
     `older` releases lie beside the one that is imported, each in a folder of its own. An environment is whole once its
-    modules in `imports` can be imported. One of another `interpreter` borrows nothing.
+    modules in `imports` can be imported. One of other `interpreters`, of which the first that is there serves, borrows
+    nothing.
     """
 
     alone: list[str] = field(default_factory=list)
@@ -35,7 +37,7 @@ class Environment:
     imports: list[str] = field(default_factory=list)
     source: str = ""
     commit: str = ""
-    interpreter: str = ""
+    interpreters: list[str] = field(default_factory=list)
 
 
 ENVIRONMENTS = {
@@ -119,7 +121,7 @@ ENVIRONMENTS = {
     "nemo_gym": Environment(
         packages=["nemo-gym==0.4.0"],
         imports=["nemo_gym.rollout_collection", "responses_api_agents.simple_agent"],
-        interpreter="python3.12",
+        interpreters=["python3.12", "python3.13"],
     ),
     "skyrl": Environment(
         ["jaxtyping", "wadler-lindig", "tensordict==0.10.0", "pyvers<0.2", "torchdata"],
@@ -179,8 +181,11 @@ def make(name: str, is_newest: bool = False) -> None:
         packages = [package.partition("==")[0] for package in wanted.packages]
         wanted = replace(wanted, alone=alone, packages=packages, commit="HEAD")
     pip, constraints = [python, "-m", "pip", "install", "-q"], ["-c", ROOT / "constraints.txt"]
-    if wanted.interpreter:
-        subprocess.run([wanted.interpreter, "-m", "venv", HOME / name], check=True)
+    if wanted.interpreters:
+        there = [interpreter for interpreter in wanted.interpreters if shutil.which(interpreter)]
+        if not there:
+            sys.exit(f"{name} needs one of {', '.join(wanted.interpreters)}, and none is on the PATH")
+        subprocess.run([there[0], "-m", "venv", HOME / name], check=True)
         constraints = []  # they are those of this interpreter's environment
     else:
         venv.create(HOME / name, with_pip=True)
