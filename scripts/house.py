@@ -21,7 +21,7 @@ SRC = ROOT / "src/guerdon"
 MOST = {
     "lines of src": 63_257,
     "files of src": 337,
-    "lines of tests": 82_503,
+    "lines of tests": 82_508,
     "modules with one importer": 80,
     "private functions that one place calls": 608,
     "imports, % of the lines": 6.9,
