@@ -43,6 +43,11 @@ def graded_answer(responses: list[str], labels: Any = None) -> list[float]:
     return agreement(responses, labels=labels)
 
 
+def shortness(responses: list[str]) -> list[float]:
+    """The README's function: a scorer of lengths."""
+    return [1 / (1 + len(response)) for response in responses]
+
+
 def flaky(texts: list[str]) -> list[float]:
     """A user's function that has no score for some texts."""
     return [math.nan if FAILS in text else float(len(text)) for text in texts]

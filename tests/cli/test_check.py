@@ -121,6 +121,14 @@ def test_guerdon_has_none(
     assert model == "judge" or "labels" in form or form == "sglang-score" or "reference" in held
 
 
+def test_a_scorer_of_lengths_has_none(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    status, trials = run(capsys, serve(ModelConfig(model="served:shortness")).http_url)
+    assert status == Exit.DONE, faults(trials)
+    assert ", of 7 different scores" in trials["answers"]["why"]
+    for name in ("unicode", "long inputs", "truncation"):
+        assert trials[name]["why"] == "texts of equal length score alike, whatever they say", name
+
+
 def test_what_cannot_be_asked_is_misuse(
     folder: Path, server: RunningServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ IDS = range(150, 250)
 """Ids that nearly every vocabulary has, and for no special tokens."""
 AT_ONCE = 32
 _WORDS = ("red", "tan", "sky", "sea", "oak", "elm", "fir", "ash", "ivy", "bay", "dew", "fog", "ice", "jam", "key")
+"""Words of one length: a scorer of lengths tells none of them from another."""
 _VERSIONS = ("weights_version", "weight_version", "model_version", "weight_versions")
 
 
@@ -209,6 +210,15 @@ class Subject:
     def needs_texts(self) -> None:
         if "texts" not in self.kinds:
             raise NotApplicable("the server takes no text in this form")
+
+    def needs_content(self) -> None:
+        """Raises NotApplicable if a change of content of equal length does not change the score of a text."""
+        if self.kinds[0] == "texts" and not self._reads_content:
+            raise NotApplicable("texts of equal length score alike, whatever they say")
+
+    @cached_property
+    def _reads_content(self) -> bool:
+        return len({self.numbers([TextPair(PROMPT, word)])[0].tobytes() for word in _WORDS[:4]}) > 1
 
 
 def clip(text: str, most: int = 90) -> str:

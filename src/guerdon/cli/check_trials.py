@@ -44,13 +44,15 @@ def trial(name: str, asks: str) -> Callable[[Callable[[Subject], str]], Callable
     return add
 
 
-@trial("answers", "Different samples get finite, different scores.")
+@trial("answers", "Different samples get finite scores, which are not all the same.")
 def _answers(p: Subject) -> str:
     rows = p.alone
     p.scale = float(np.std(np.concatenate(rows)))
-    if not p.scale or len({row.tobytes() for row in rows}) < len(rows):
+    different = len({row.tobytes() for row in rows})
+    if not p.scale or different == 1:
         raise FellShort(f"{len(rows)} different samples get the scores {shown(rows)}")
-    return f"{len(rows)} samples of {min(LENGTHS)} to {max(LENGTHS)} tokens; their scores' spread is {p.scale:.3g}"
+    some = f", of {different} different scores" if different < len(rows) else ""
+    return f"{len(rows)} samples of {min(LENGTHS)} to {max(LENGTHS)} tokens{some}; their spread is {p.scale:.3g}"
 
 
 @trial("repeat", "The same request again gets the same scores.")
@@ -186,6 +188,7 @@ def _bos(p: Subject) -> str:
 @trial("unicode", "No letter is replaced; a lone surrogate is no 5xx.")
 def _unicode(p: Subject) -> str:
     p.needs_texts()
+    p.needs_content()
     for text in _UNICODE:
         asked = "".join("?" if ord(letter) > 127 else letter for letter in text)
         (got,), (other,) = (p.numbers([TextPair(PROMPT, some)], "texts") for some in (text, asked))
@@ -218,6 +221,7 @@ def _reads(p: Subject, sample: Sample, *, last: bool) -> bool:
 
 @trial("long inputs", "A sample near the limit is scored to its end, and beside a short one.")
 def _long(p: Subject) -> str:
+    p.needs_content()
     size = min(p.max_length or 512, 2048) - 4
     sample = p.sample(size if p.kinds[0] == "ids" else size // 3, 50)
     want = [p.alone[0], p.numbers([sample])[0]]
@@ -228,6 +232,7 @@ def _long(p: Subject) -> str:
 
 @trial("truncation", "A sample beyond the limit is refused, never cut without being asked to.")
 def _truncation(p: Subject) -> str:
+    p.needs_content()
     lengths = [p.max_length + _BEYOND] if p.max_length else [512 << i for i in range(5)]
     for length in lengths:
         sample = p.sample(length if p.kinds[0] == "ids" else 4 * length, 60)
