@@ -23,6 +23,7 @@ import zoo
 
 FAULTS = {
     "": "",
+    "busy at times": "",
     "constant": "answers",
     "drifting": "repeat",
     "sigmoid": "reference",
@@ -35,6 +36,7 @@ FAULTS = {
     "BOS doubled": "BOS",
     "ASCII only": "unicode",
     "long is 500": "long inputs",
+    "window ignored": "long inputs",
     "cut at the right": "truncation",
     "cut at the left": "truncation",
     "empty is 0.0": "empty",
@@ -48,7 +50,7 @@ FAULTS = {
     "no version": "versions",
     "two versions": "versions",
 }
-"""Each switch, and the trial that is to find it."""
+"""Each switch, and the trial that is to find it, if it is a fault."""
 
 LIMIT = 200
 
@@ -75,7 +77,8 @@ class WrongServer:
     @torch.no_grad()
     def score(self, ids: list[int]) -> float:
         with self.lock:
-            return self.model(input_ids=torch.tensor([ids])).logits.item()
+            score = self.model(input_ids=torch.tensor([ids])).logits.item()
+        return 1.1 * score if self.fault == "window ignored" and len(ids) > 100 else score
 
     def tokens(self, sample: Any) -> list[int]:
         """The sample's ids; raises Refused."""
@@ -137,6 +140,10 @@ class WrongServer:
     def answer(self, body: bytes) -> tuple[int, dict[str, Any], str]:
         """The status, the reply and the version of a request."""
         self.num_asked += 1
+        if self.fault.startswith("stuck") and self.num_asked > int(self.fault.removeprefix("stuck after ")):
+            time.sleep(60)
+        if self.fault == "busy at times" and self.num_asked % 20 == 0:
+            return 503, {"error": "come back"}, "1"
         try:
             asked = json.loads(body)
             samples = asked["input"]

@@ -14,7 +14,7 @@ import httpx
 import orjson
 
 from guerdon.cli.check_forms import FORMS, NAMES, KServe, read_form
-from guerdon.cli.check_subject import FellShort, NotApplicable, Subject, verify
+from guerdon.cli.check_subject import LEAST_LENGTH, FellShort, NoReply, NotApplicable, Subject, verify
 from guerdon.cli.check_trials import TRIALS
 from guerdon.cli.console import Style, coloured
 from guerdon.client.addresses import Address, addresses
@@ -26,6 +26,9 @@ from guerdon.settings.access import strip_credentials
 Outcome = Literal["held", "fell short", "not applicable"]
 
 _STYLES: dict[Outcome, Style] = {"held": "green", "fell short": "red", "not applicable": "faint"}
+
+_WAITS_S = (0.2, 1.0, 5.0)
+"""Seconds before a request that met a busy server is sent again."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ def find(url: str, form: str | None, model: str | None, **settings: Any) -> Subj
         raise ConfigError(f"{address.url} is gRPC, and trials go over HTTP", "give the server's http:// URL")
     if form is not None and form not in NAMES and not os.path.isfile(form):
         raise ConfigError(f"no form {form}", f"give a file, or one of {', '.join(NAMES)}")
-    if min(settings["timeout_s"], settings["tolerance"], settings["max_length"] or 1) <= 0:
+    numbers = (settings["timeout_s"], settings["tolerance"], settings["max_length"] or 1)
+    if not all(0 < number < 1e9 for number in numbers):  # neither NaN nor infinite
         raise ConfigError("--timeout, --tolerance or --max-length is not above 0", "give numbers above 0")
     try:
         httpx.get(address.url, headers=address.headers, timeout=5.0, verify=verify(address))
@@ -98,13 +102,20 @@ def find(url: str, form: str | None, model: str | None, **settings: Any) -> Subj
             probe.kinds.append(kind)
             try:
                 probe.numbers([probe.sample(8, 0, kind)], kind)
+            except NoReply as e:  # the other forms would wait as long
+                raise StartError(
+                    f"{address.url} left a request of the form {one.name} open: {e}",
+                    "name its --form, or raise --timeout",
+                ) from e
             except FellShort as e:
                 said.append(f"{one.name}: {e}")
                 probe.kinds.remove(kind)
         if probe.kinds:
+            probe.waits_s = _WAITS_S
             return probe
     locked = [why for why in said if ": 401" in why or ": 403" in why]
-    what = [*locked, *(said if form else ()), "every form's request was refused"][0]
+    known = [why for why in said if ": 404" not in why and ": 405" not in why]
+    what = [*locked, *known, *said][0]
     raise StartError(
         f"{address.url} answers no {form or 'known form'} ({what})", "name its --form, and its model by --name"
     )
@@ -117,7 +128,8 @@ def describe(address: Address, model: str | None) -> tuple[str, int | None]:
         listed = fetch_json(address, "/v1/models", dict).get("data") or []
     for entry in listed if isinstance(listed, list) else ():
         if isinstance(entry, dict) and model in (None, entry.get("id")):
-            return str(entry.get("id")), entry.get("max_model_len")
+            length = entry.get("max_model_len")
+            return str(entry.get("id")), length if isinstance(length, int) else None
     if model is None:
         with contextlib.suppress(GuerdonError, KeyError, IndexError, TypeError):
             model = fetch_json(address, "/v2/repository/index", list, method="POST")[0]["name"]
@@ -138,6 +150,11 @@ def check(args: Any) -> int:
 
         probe.reference = Reference(args.reference, probe.form.gives)
         probe.max_length = probe.max_length or probe.reference.max_length
+    if (probe.max_length or LEAST_LENGTH) < LEAST_LENGTH:
+        raise StartError(
+            f"{probe.model} takes {probe.max_length} tokens, and the trials need {LEAST_LENGTH}",
+            "ask a model that takes more; --max-length says so if the server does not",
+        )
     about = {"url": probe.address.url, "form": probe.form.name, "model": probe.model, "samples": probe.kinds}
     print(
         f"form {probe.form.name}, model {probe.model}, samples as {' and '.join(probe.kinds)}\n", file=tell, flush=True

@@ -264,7 +264,7 @@ class KServe(AskedForm):
         reply = kserve.decode_reply(body, None if length is None else int(length))
         found = {tensor.name: np.asarray(tensor.data) for tensor in reply.outputs if tensor.name != "errors"}
         if self.gives not in found:
-            raise InvalidRequest(f"the reply has no tensor {self.gives}")
+            raise InvalidRequest(f"the reply has no tensor {self.gives}, but {', '.join(found) or 'none'}")
         rows = found[self.gives].astype(np.float64)
         if (counts := found.get(schema.LOGPROB_COUNTS.name)) is not None:
             return [row[:count] for row, count in zip(rows, np.ravel(counts).tolist(), strict=True)]

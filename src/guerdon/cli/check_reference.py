@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 import transformers
 
 from guerdon.cli.check_forms import TextPair
+from guerdon.cli.check_subject import FellShort, clip
 from guerdon.errors import ConfigError
 
 
@@ -28,7 +31,7 @@ class Reference:
             self._model, loaded = auto.from_pretrained(folder, **options)
         except (OSError, ValueError, KeyError) as e:
             raise ConfigError(
-                f"--reference {folder} cannot be loaded: {e}", "give a folder that transformers loads"
+                f"--reference {folder} cannot be loaded: {clip(str(e), 300)}", "give a folder that transformers loads"
             ) from e
         if loaded["missing_keys"]:
             what = f"lacks {min(loaded['missing_keys'])}, which transformers would make up"
@@ -44,12 +47,19 @@ class Reference:
                 self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
             except (OSError, ValueError, KeyError):
                 self.tokenizer = None
+        if getattr(self.tokenizer, "is_fast", False) and (file := Path(folder, "tokenizer.json")).is_file():
+            # transformers 5 builds both anew by the model's type, whatever the file says (transformers#45488)
+            own, backend = tokenizers.Tokenizer.from_file(str(file)), self.tokenizer.backend_tokenizer
+            backend.normalizer, backend.pre_tokenizer = own.normalizer, own.pre_tokenizer
 
     @torch.no_grad()
     def numbers(self, ids: list[int]) -> np.ndarray:
         """Returns the logits of a classifier `[A]`, or the log-probs of all ids but the first `[T-1]`."""
         if (known := self._known.get(tuple(ids))) is None:
-            logits = self._model(input_ids=torch.tensor([ids])).logits[0].double()
+            try:
+                logits = self._model(input_ids=torch.tensor([ids])).logits[0].double()
+            except (IndexError, RuntimeError) as e:  # of another vocabulary, or for shorter sequences
+                raise FellShort(f"the reference takes no {len(ids)} ids up to {max(ids)}: {clip(str(e))}") from e
             if self.gives != "rewards":
                 logits = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
             known = self._known[tuple(ids)] = logits.numpy()

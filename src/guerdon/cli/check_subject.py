@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -16,20 +19,27 @@ import orjson
 
 from guerdon.cli.check_forms import LENGTH_HEADER, AskedForm, Numbers, Sample, TextPair
 from guerdon.client.addresses import Address
-from guerdon.errors import GuerdonError
+from guerdon.errors import Exit, GuerdonError
 
 PROMPT = "What do you see?"
 LENGTHS = (6, 11, 11, 17, 24, 31, 40, 52)
+_ROOM, LEAST_LENGTH = 64, 32
+"""A model that takes fewer tokens than the first gets shorter samples; with fewer than the second it is not tried."""
 IDS = range(150, 250)
 """Ids that nearly every vocabulary has, and for no special tokens."""
 AT_ONCE = 32
 _WORDS = ("red", "tan", "sky", "sea", "oak", "elm", "fir", "ash", "ivy", "bay", "dew", "fog", "ice", "jam", "key")
 """Words of one length: a scorer of lengths tells none of them from another."""
+_NUM_WORDS = 4
 _VERSIONS = ("weights_version", "weight_version", "model_version", "weight_versions")
 
 
 class FellShort(Exception):
     """The server does not hold what a trial asks; the text says what it did."""
+
+
+class NoReply(FellShort):
+    """No reply came in time."""
 
 
 class NotApplicable(Exception):
@@ -50,7 +60,8 @@ class Reply:
 class Subject:
     """A server under trial: asks it in one form, and keeps what the trials share.
 
-    `kinds` are the samples that it takes, the first of which most trials send.
+    `kinds` are the samples that it takes, the first of which most trials send. A request that gets 429 or 503 is sent
+    again after each of `waits_s`.
     """
 
     address: Address
@@ -63,6 +74,8 @@ class Subject:
     reference: Any = None
     scale: float = 1.0
     noise: float = 0.0
+    waits_s: tuple[float, ...] = ()
+    num_busy: int = 0
     not_finite: int = 0
     num_replies: int = 0
     versions: set[str] = field(default_factory=set)
@@ -75,7 +88,12 @@ class Subject:
 
     @cached_property
     def base(self) -> list[Sample]:
-        return [self.sample(length, seed) for seed, length in enumerate(LENGTHS)]
+        return [self.sample(length, seed) for seed, length in enumerate(self.lengths)]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The numbers of ids of `base`."""
+        return [length * min(self.max_length or _ROOM, _ROOM) // _ROOM for length in LENGTHS]
 
     @cached_property
     def alone(self) -> list[np.ndarray]:
@@ -103,8 +121,14 @@ class Subject:
                 got = ask()
             except (httpx.NetworkError, httpx.RemoteProtocolError):  # the server had closed a kept connection
                 got = ask()
+            for wait_s in self.waits_s:
+                if got.status_code not in (429, 503):
+                    break
+                self.num_busy += 1
+                time.sleep(wait_s)
+                got = ask()
         except httpx.TimeoutException:
-            raise FellShort(f"no reply within {self.timeout_s:.3g} s") from None
+            raise NoReply(f"no reply within {self.timeout_s:.3g} s") from None
         except httpx.HTTPError as e:
             raise FellShort(f"the connection broke: {e or type(e).__name__}") from None
         reply = Reply(got.status_code, clip(got.text))
@@ -157,7 +181,7 @@ class Subject:
         """Returns the samples' numbers by one request, or by requests at the same time if each takes one sample."""
         if not self.form.takes_one(self.kinds[0]):
             return self.numbers(samples)
-        with ThreadPoolExecutor(len(samples)) as pool:
+        with threads(len(samples)) as pool:
             return [row for (row,) in pool.map(lambda sample: self.numbers([sample]), samples)]
 
     def difference(self, got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
@@ -212,13 +236,24 @@ class Subject:
             raise NotApplicable("the server takes no text in this form")
 
     def needs_content(self) -> None:
-        """Raises NotApplicable if a change of content of equal length does not change the score of a text."""
-        if self.kinds[0] == "texts" and not self._reads_content:
-            raise NotApplicable("texts of equal length score alike, whatever they say")
+        """Raises NotApplicable if a change of content of equal length may leave a text's score as it is."""
+        if self.kinds[0] == "texts" and self._num_told_apart < _NUM_WORDS:
+            who = "texts of equal length score alike, whatever they say"
+            raise NotApplicable(who if self._num_told_apart == 1 else "scores are coarse: some words score alike")
 
     @cached_property
-    def _reads_content(self) -> bool:
-        return len({self.numbers([TextPair(PROMPT, word)])[0].tobytes() for word in _WORDS[:4]}) > 1
+    def _num_told_apart(self) -> int:
+        return len({self.numbers([TextPair(PROMPT, word)])[0].tobytes() for word in _WORDS[:_NUM_WORDS]})
+
+
+@contextmanager
+def threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool that does not outlive Ctrl-C: Python would wait for each open request, and nothing needs clearing up."""
+    with ThreadPoolExecutor(count) as pool:
+        try:
+            yield pool
+        except KeyboardInterrupt:
+            os._exit(Exit.INTERRUPTED)
 
 
 def clip(text: str, most: int = 90) -> str:

@@ -393,7 +393,9 @@ def _add_check(commands: Any) -> None:
     )
     parser.add_argument("--name", metavar="MODEL", help="Served model (default: the first that the server lists).")
     parser.add_argument("--reference", metavar="FOLDER", help="Compare with this checkpoint by plain transformers.")
-    parser.add_argument("--max-length", type=int, help="Longest sequence, if neither server nor reference says so.")
+    parser.add_argument(
+        "--max-length", type=int, help="Longest sequence (default: the server's, else the reference's)."
+    )
     parser.add_argument(
         "--tolerance", type=float, default=1e-3,
         help="Largest difference, as a share of the scores' standard deviation (default: %(default)s).",
