@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 63_272,
+    "lines of src": 63_343,
     "files of src": 337,
-    "lines of tests": 82_521,
+    "lines of tests": 82_578,
     "modules with one importer": 80,
-    "private functions that one place calls": 609,
+    "private functions that one place calls": 608,
     "imports, % of the lines": 6.9,
     "public classes with two homes": 0,
     "places outside of kinds/ that ask for the kind": 10,
