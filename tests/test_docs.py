@@ -253,7 +253,7 @@ PROOFS = [
     "the chat template prints the date (strftime_now): the same messages score differently another time",
     "other later tokens change nothing (0.0)",
     "same bits in any batch" if find()[0] else f"bits may change with the batch: {find()[1]}",
-    "neighbours and siblings change nothing in 6 swaps (0.0)",
+    f"neighbours and siblings change nothing {'' if find()[0] else 'in 6 swaps '}(0.0)",
 ]
 
 

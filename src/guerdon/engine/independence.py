@@ -163,8 +163,8 @@ def check_copies(forward: Forward, row: np.ndarray) -> None:
 def why_bits_differ(forward: Forward, path: str, rows: list[np.ndarray], together: dict[int, Tensor]) -> str:
     """Returns why a row's states may have other bits in another batch, empty if they have the same; for CPUs.
 
-    Compares the rows' readable states from one packed batch, by row, with the first two, which begin alike, without
-    sharing, with some in another order, and with some alone. The path's attention must be in use.
+    Compares the rows' readable states from one packed batch, by row, with those in another order, without sharing, and
+    with some alone. The path's attention must be in use.
     """
     if path == "shared":
         return "a prompt that sequences share is computed before them"
@@ -174,27 +174,31 @@ def why_bits_differ(forward: Forward, path: str, rows: list[np.ndarray], togethe
     if forward.ranks.is_sharded:
         return "ranks that share the weights sum in an order of their own"
 
-    def states(some: list[int], how: str) -> dict[int, Tensor]:
-        own = forward.seen([rows[i] for i in some], how)
-        found: dict[int, Tensor] = {}
-        budget = max(forward.max_batch_tokens, sum(map(len, own)))
-        for batch in forward.batcher.plan(how, own, [None] * len(own), budget):
-            batch.read = forward.read_indices(batch, own)
-            read = forward.readable(next(iter(forward.run([batch]))), own)
-            found |= {some[row]: state for row, state in zip(batch.rows, read, strict=True)}
-        return found
-
     everything = list(range(len(rows)))
-    with forward.no_gradients(), forms.noting_chosen() as chosen:
+    companies = [
+        (everything[::-1], "packed"),
+        *(([i], path) for i in everything[1::3]),  # each is a pass over the weights
+    ]
+    with forms.noting_chosen() as chosen:
         others = [
-            states(everything[:2], "packed"),
-            states(everything[::-2], path),
-            *(states([i], path) for i in everything[1::3]),  # each is a pass over the weights
+            dict(zip(some, row_states(forward, how, [rows[i] for i in some]), strict=True)) for some, how in companies
         ]
     if chosen != {forms.NATIVE.name}:
         return f"attention by {', '.join(sorted(chosen - {forms.NATIVE.name}))}"
     different = {i for other in others for i, state in other.items() if not is_equal(state, together[i])}
     return f"{len(different)} of {len(rows)} sequences have others in another one" if different else ""
+
+
+def row_states(forward: Forward, path: str, rows: list[np.ndarray]) -> list[Tensor]:
+    """Returns the rows' readable states, from one batch if the path can; its attention must be in use."""
+    own = forward.seen(rows, path)
+    budget = max(forward.max_batch_tokens, sum(map(len, own)))
+    found: dict[int, Tensor] = {}
+    with forward.no_gradients():
+        for batch in forward.batcher.plan(path, own, [None] * len(own), budget):
+            batch.read = forward.read_indices(batch, own)
+            found |= zip(batch.rows, forward.readable(next(iter(forward.run([batch]))), own), strict=True)
+    return [found[row] for row in range(len(rows))]
 
 
 def is_equal(one: Tensor, other: Tensor) -> bool:

@@ -14,22 +14,26 @@ from torch import Tensor, nn
 
 from guerdon.engine import onednn
 from guerdon.engine.forward import Forward
-from guerdon.engine.independence import is_equal
+from guerdon.engine.independence import is_equal, row_states
 
 
-def prepack(forward: Forward, rows: list[np.ndarray]) -> bool:
+def prepack(forward: Forward, rows: list[np.ndarray], before: list[Tensor] | None = None) -> bool:
     """Reorders the weights of the trunk's linear layers, and says whether it did; the chosen path must be in use.
 
-    They are as before if the states of `rows` had other bits by them, or if the trunk uses its weights in ways of its
-    own. The path `single` restores the plain order in each product, which loses nothing.
+    `before` are the rows' states by the plain weights in any batch, computed here if they are unknown. The weights are
+    as before if the states had other bits by them, or if the trunk uses its weights in ways of its own. The path
+    `single` restores the plain order in each product, which loses nothing.
     """
     layers = list(_layers(forward.trunk))
-    before = _states(forward, rows, forward.path)
+    if before is None:
+        before = row_states(forward, forward.path, rows)
     try:
         for layer in layers:
             layer.weight = nn.Parameter(onednn.reordered(layer.weight.detach()), requires_grad=False)
-        after = _states(forward, rows, forward.path)
-        _states(forward, rows[-1:], "single")
+        after = row_states(forward, forward.path, rows)
+        forward.use("single")
+        row_states(forward, "single", rows[-1:])
+        forward.use(forward.path)
         if all(map(is_equal, after, before)):
             return bool(layers)
     except (RuntimeError, NotImplementedError, AttributeError):  # an operator that does not take such weights
@@ -51,12 +55,3 @@ def _layers(trunk: nn.Module) -> Iterator[nn.Linear]:
             and onednn.can_reorder(module.weight.dtype)
         ):
             yield module
-
-
-def _states(forward: Forward, rows: list[np.ndarray], path: str) -> list[Tensor]:
-    forward.use(path)
-    try:
-        with forward.no_gradients():
-            return [states.hidden.clone() for states in forward.run(forward.plan(rows, path=path))]
-    finally:
-        forward.use(forward.path)

@@ -82,7 +82,7 @@ def choose_path(forward: Forward, loaded: LoadedTrunk, *, reads_last: bool) -> N
     is_frozen = not (loaded.trains or forward.ranks.is_sharded)
     if is_frozen and forward.device.type == "cpu" and best.path.startswith("packed"):
         with checking(forward.ranks):
-            prepack(forward, probe_rows(info.vocab_size, info.max_length, forward.pad_token_id)[-2:])
+            prepack(forward, probe_rows(info.vocab_size, info.max_length, forward.pad_token_id)[-2:], best.last_two)
     forward.info = dataclasses.replace(info, path=best.path, why=best.why, proofs=(*proofs, best.proof))
 
 
@@ -104,13 +104,15 @@ def _sees_later(forward: Forward) -> tuple[bool, float]:
 class _Choice:
     """A path, why no better one is used, and what is proved of a row's neighbours.
 
-    On a CPU `why_bits_differ` is why a row's bits may depend on its batch on any rank, empty if they do not.
+    On a CPU `why_bits_differ` is why a row's bits may depend on its batch on any rank, empty if they do not; then
+    `last_two` are the last two probes' states.
     """
 
     path: str
     why: str
     proof: str = _ALONE
     why_bits_differ: str = ""
+    last_two: list[torch.Tensor] | None = None
 
 
 def _best_path(forward: Forward, *, gradients: bool, shares: bool) -> _Choice:
@@ -141,13 +143,14 @@ def _best_path(forward: Forward, *, gradients: bool, shares: bool) -> _Choice:
         also = f", its gradients within {max(slopes):.1e}" if slopes else ", gradients are the plain one's" * gradients
         who = "neighbours and siblings" if path in SHARING else "neighbours"
         change, count = max(one.swapped for one in found), sum(one.num_swapped for one in found)
-        proof = f"{who} change nothing in {count} swaps ({_of(change)})" if count else _ALONE
+        why_bits_differ = next((one.why_bits_differ for one in found if one.why_bits_differ), "")
+        if count:
+            proof = f"{who} change nothing in {count} swaps ({_of(change)})"
+        else:
+            proof = _ALONE if why_bits_differ else f"{who} change nothing (0.0)"
         why = "; ".join([*reasons, f"agrees with the plain forward within {states:.1e}{also}"])
-        if forward.device.type != "cpu":
-            return _Choice(path, why, proof)
-        with checking(forward.ranks):
-            own = next((other for probe in probes if (other := probe.why_bits_differ(path))), "")
-        return _Choice(path, why, proof, next(filter(None, forward.ranks.tell_all(own)), ""))
+        last_two = None if why_bits_differ or forward.device.type != "cpu" else probes[0].states(slice(-2, None))
+        return _Choice(path, why, proof, why_bits_differ, last_two)
     return _Choice("single", "; ".join(reasons))
 
 
@@ -176,6 +179,7 @@ class _Comparison:
     slopes: float | None = None
     swapped: float = 0.0
     num_swapped: int = 0
+    why_bits_differ: str = ""
     is_reached: bool = False
     error: str = ""
 
@@ -220,6 +224,10 @@ class _Probe:
 
         def compare() -> _Comparison:
             found = _Comparison(*self._compare(path))
+            if self._forward.device.type == "cpu":
+                found.why_bits_differ = independence.why_bits_differ(self._forward, path, self._rows, self._packed)
+                if not found.why_bits_differ and self._gradients is None and not self._forward.ranks.in_step:
+                    return found  # rows that have the same bits alone do not depend on neighbours
             found.swapped, swaps[:] = independence.swap_neighbours(self._forward, path)
             found.num_swapped = sum(swap.num_rows for swap in swaps)
             if path == "shared":
@@ -237,14 +245,9 @@ class _Probe:
             worst = dataclasses.replace(worst, is_reached=reached.is_reached, error=reached.error)
         return worst
 
-    def why_bits_differ(self, path: str) -> str:
-        """Returns why a row's bits may depend on its batch by a path that was compared; empty if they do not."""
-        self._forward.use(path)
-        try:
-            with self._windows():
-                return independence.why_bits_differ(self._forward, path, self._rows, self._packed)
-        finally:
-            self._forward.use("single")
+    def states(self, some: slice) -> list[torch.Tensor]:
+        """Returns some rows' states by the path that was compared last."""
+        return [self._packed[row] for row in range(len(self._rows))[some]]
 
     def _on_all_ranks(self, path: str, compare: Callable[[], _Comparison]) -> _Comparison:
         forward = self._forward
@@ -272,6 +275,7 @@ class _Probe:
             max(slopes) if slopes else None,
             max(one.swapped for one in found),
             min(one.num_swapped for one in found),
+            next((one.why_bits_differ for one in found if one.why_bits_differ), ""),
             any(one.is_reached for one in found),
             next((one.error for one in found if one.error), ""),
         )
@@ -360,7 +364,7 @@ def check_finite(
     """Collective; raises CheckpointError if no probe has a finite score, with `every` if any has none."""
     info = forward.info
     with forward.ranks.raise_on_all_ranks():
-        rows = probe_rows(info.vocab_size, info.max_length, forward.pad_token_id)
+        rows = probe_rows(info.vocab_size, info.max_length, forward.pad_token_id)[-3:]  # without a prompt that is shared
         results = score([Sequence(row, steps=np.array([len(row) - 1])) for row in rows])
         failed = [result for result in results if isinstance(result, SampleFailed)]
         if len(failed) == len(rows) and not every:
