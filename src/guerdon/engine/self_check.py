@@ -365,7 +365,7 @@ def check_finite(
     info = forward.info
     with forward.ranks.raise_on_all_ranks():
         rows = probe_rows(info.vocab_size, info.max_length, forward.pad_token_id)
-        if forward.device.type == "cpu":  # elsewhere a shared prompt brings forms of attention that are first tried here
+        if forward.device.type == "cpu":  # elsewhere a shared prompt brings forms that are first tried here
             rows = rows[-3:]
         results = score([Sequence(row, steps=np.array([len(row) - 1])) for row in rows])
         failed = [result for result in results if isinstance(result, SampleFailed)]
