@@ -62,7 +62,7 @@ def server(folder: Path, serve: Serve) -> RunningServer:
         )
     )
     models.append(TeacherConfig(model=str(folder / "lm"), name="lm"))
-    models.append(TeacherConfig(model=str(folder / "lm"), name="short", max_length=48))
+    models.append(TeacherConfig(model=str(folder / "lm"), name="a_short", max_length=48))
     models.append(JudgeConfig(model=str(folder / "lm"), name="judge", rubric=judged.write(folder), max_other_mass=1.0))
     return serve(*models)
 
@@ -117,7 +117,7 @@ OF_TEACHERS = [form.name for form in FORMS if form.gives != "rewards"]
 @pytest.mark.parametrize(
     ("model", "form"),
     [
-        *((model, "kserve") for model in (*IN_FOLDERS, "lm", "short", "judge")),
+        *((model, "kserve") for model in (*IN_FOLDERS, "lm", "a_short", "judge")),
         *(("rm", form) for form in ("trlx", *OF_REWARDS)),
         ("encoder", "vllm-score"),
         *(("lm", form) for form in OF_TEACHERS),

@@ -82,8 +82,8 @@ def find(url: str, form: str | None, model: str | None, **settings: Any) -> Subj
         httpx.get(address.url, headers=address.headers, timeout=5.0, verify=verify(address))
     except (httpx.HTTPError, httpx.InvalidURL) as e:
         raise StartError(f"{address.url} gave no answer: {e or type(e).__name__}", "check host, port and scheme") from e
-    name, length = describe(address, model)
-    settings["max_length"] = settings["max_length"] or length
+    name, length, of_all = describe(address, model)
+    max_length = settings.pop("max_length")
     tried = [found for found in FORMS if form in (None, found.name)]
     if form is not None and os.path.isfile(form):
         tried = [read_form(form)]
@@ -97,7 +97,8 @@ def find(url: str, form: str | None, model: str | None, **settings: Any) -> Subj
             raise ConfigError(f"requests name no model in the form {form}", "leave --name out")
     said = []
     for one in tried:
-        probe = Subject(address, one, name, **settings)
+        limit = max_length or (length if one.names_model else of_all)
+        probe = Subject(address, one, name, max_length=limit, **settings)
         for kind in one.takes():
             probe.kinds.append(kind)
             try:
@@ -121,19 +122,27 @@ def find(url: str, form: str | None, model: str | None, **settings: Any) -> Subj
     )
 
 
-def describe(address: Address, model: str | None) -> tuple[str, int | None]:
-    """Returns the model's name, by default the first that the server lists, and its longest sequence if it says so."""
+def describe(address: Address, model: str | None) -> tuple[str, int | None, int | None]:
+    """Returns the model's name, by default the first that is listed, its longest sequence, and that of every model.
+
+    The lengths are None if the server does not state them, the last also if the models' differ.
+    """
     listed: list[Any] = []
     with contextlib.suppress(GuerdonError):
         listed = fetch_json(address, "/v1/models", dict).get("data") or []
+    lengths = {}
     for entry in listed if isinstance(listed, list) else ():
-        if isinstance(entry, dict) and model in (None, entry.get("id")):
+        if isinstance(entry, dict):
             length = entry.get("max_model_len")
-            return str(entry.get("id")), length if isinstance(length, int) else None
+            lengths[str(entry.get("id"))] = length if isinstance(length, int) else None
+    of_all = next(iter(lengths.values())) if len(set(lengths.values())) == 1 else None
+    if lengths and (model is None or model in lengths):
+        name = model or next(iter(lengths))
+        return name, lengths[name], of_all
     if model is None:
         with contextlib.suppress(GuerdonError, KeyError, IndexError, TypeError):
             model = fetch_json(address, "/v2/repository/index", list, method="POST")[0]["name"]
-    return model or "reward_model", None
+    return model or "reward_model", None, of_all
 
 
 def check(args: Any) -> int:
@@ -155,10 +164,10 @@ def check(args: Any) -> int:
             f"{probe.model} takes {probe.max_length} tokens, and the trials need {LEAST_LENGTH}",
             "ask a model that takes more; --max-length says so if the server does not",
         )
-    about = {"url": probe.address.url, "form": probe.form.name, "model": probe.model, "samples": probe.kinds}
-    print(
-        f"form {probe.form.name}, model {probe.model}, samples as {' and '.join(probe.kinds)}\n", file=tell, flush=True
-    )
+    about: dict[str, Any] = {"url": probe.address.url, "form": probe.form.name, "samples": probe.kinds}
+    about["model"] = probe.model if probe.form.names_model else None
+    model = f", model {probe.model}" if about["model"] else ""
+    print(f"form {probe.form.name}{model}, samples as {' and '.join(probe.kinds)}\n", file=tell, flush=True)
     rows = []
     for row in run(probe):
         print(row, file=tell, flush=True)
