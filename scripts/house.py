@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 63_348,
+    "lines of src": 63_360,
     "files of src": 337,
     "lines of tests": 82_578,
     "modules with one importer": 80,
