@@ -7,6 +7,7 @@ import pytest
 
 from guerdon.core import ModelInfo, Score, ScoreReply
 from guerdon.errors import InvalidRequest, SampleFailed
+from guerdon.judge_core import GroupKey
 from guerdon.wire import bodies
 from guerdon.wire.forms import ALL_FORMS
 from guerdon.wire.forms.form import FormRequest
@@ -38,7 +39,7 @@ def test_turns_are_a_conversation_that_ends_with_the_response() -> None:
         [("assistant", "a"), ("user", "b"), ("assistant", "c")],
         [("assistant", "x")],
     ]
-    assert made.request.references == ["4", None, None]
+    assert made.request.references == ["4", None, None] and not made.request.is_whole
     results = [Score(0.5), SampleFailed("too long"), Score(-1.0)]
     assert told(made, results, MODEL) == {
         "results": [{"helpful": {"reward": 0.5}}, {}, {"helpful": {"reward": -1.0}}],
@@ -49,11 +50,14 @@ def test_turns_are_a_conversation_that_ends_with_the_response() -> None:
 def test_a_sum_gives_its_components_by_their_names() -> None:
     body = {"model": "total", "requests": [asked("a", rewards=("helpful", "total")), asked("b", rewards=("brief",))]}
     results = [Score(3.0, np.array([1, 2], np.float32)), Score(4.0, np.array([1.5, 2.5], np.float32))]
-    whole = {"reward": 3.0, "helpful": 1.0, "brief": 2.0}
+    whole = {"helpful": 1.0, "brief": 2.0, "reward": 3.0}
     assert told(read("/score", body), results, SUM) == {
         "results": [{"helpful": {"reward": 1.0}, "total": whole}, {"brief": {"reward": 2.5}}],
         "errors": [{}, {}],
     }
+    named = ModelInfo("judge", "judge", attribute_names=("reward",), takes_messages=True, has_components=True)
+    alone = read("/score", {"requests": [asked("a", rewards=("judge",))]})
+    assert told(alone, [Score(3.0, np.array([1], np.float32))], named)["results"] == [{"judge": {"reward": 3.0}}]
     other = read("/score", {"requests": [asked("a", rewards=("helpful", "clip"))]})
     with pytest.raises(InvalidRequest, match="required_rewards has 'clip', and total gives total, helpful, brief"):
         other.check(SUM)
@@ -87,6 +91,12 @@ def test_media_are_refused_by_name(name: str) -> None:
 def test_what_is_missing_is_named(path: str, body: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         read(path, body)
+
+
+@pytest.mark.parametrize("body", [{"requests": [asked("a", "b")]}, {"items": [{"prompt": "a", "response": "b"}]}])
+def test_samples_in_single_calls_may_be_a_group(body: dict[str, Any]) -> None:
+    made = read("/score" if "requests" in body else "/batch_reward", {**body, "group": 7, "group_size": 2})
+    assert made.request is not None and made.request.cohort == GroupKey("7", 2)
 
 
 def test_items_are_pairs_with_labels() -> None:

@@ -79,7 +79,9 @@ class Cohorts:
         key, place = (info.name, client, request.cohort.key), request.cohort.place
         content = digest([place, *(getattr(request, part) for part in _LISTS)])
         future: asyncio.Future[ScoreReply] = asyncio.get_running_loop().create_future()
-        if again := self._left.get((key, content)):
+        again = self._left.get((key, content), [])
+        again[:] = [kept for kept in again if (task := kept[0].task) is None or not task.cancelling()]
+        if again:
             group, call = again.pop()
             call.future = future
             if call.outcome is not None:

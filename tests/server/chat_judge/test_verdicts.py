@@ -202,7 +202,20 @@ def test_what_is_counted_is_no_other_verdict(behind: str) -> None:
     assert read(f"Score: 7{behind}", **TEN) == 7
 
 
+@pytest.mark.parametrize("between", ["' or '", "` and `", " / or "])
+def test_verdicts_that_are_only_offered_are_none(between: str) -> None:
+    """As in a prompt that the judge repeats."""
+    text = f"I end with 'Verdict: good{between}Verdict: bad'."
+    assert "leaves the choice" in refusal(text, regex=r"Verdict: (\w+)", values={"good": 1.0, "bad": 0.0})
+
+
 # ----------------------------------------------------------------------------------------------------------- JSON
+
+
+@pytest.mark.parametrize("behind", ["\nNo wait, 5.", "\n```\nCorrection: 5", ", or 5"])
+def test_json_that_is_taken_back_is_no_verdict(behind: str) -> None:
+    assert "is taken back" in refusal(f'{{"score": 9}}{behind}', json="score")
+    assert read('{"score": 9}\nIt has 5 parts.', json="score") == 9
 
 
 @pytest.mark.parametrize(

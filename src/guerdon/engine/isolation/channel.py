@@ -35,11 +35,10 @@ class ChildLimits:
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """The template's import: `module:function`, on the server's `path`."""
+    """The template's import: `module:function`."""
 
     function: str
     name: str
-    path: list[str]
     limits: ChildLimits
 
 

@@ -55,7 +55,7 @@ _LOOK_S = 0.5
 _MAX_LOGGED_CHARACTERS = 1_000
 _MAIN = "from guerdon.engine.isolation import template; template.main(int(sys.argv[2]))"
 _START = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); {_MAIN}"
-_START_ELSEWHERE = f"import json, sys; sys.path += json.loads(sys.argv[1]); {_MAIN}"
+_START_ELSEWHERE = f"import json, sys; sys.path[:0] = json.loads(sys.argv[1]); {_MAIN}"
 _NEEDED = {"msgspec": "msgspec", "numpy": "numpy", "yaml": "pyyaml"}
 """What guerdon's part in child processes imports, and the packages that have it."""
 _TRY_S = 60.0
@@ -186,7 +186,7 @@ class _Pool:
     """The template process, and the channels to the keepers that it has forked."""
 
     def __init__(self, config: ModelConfig, limits: ChildLimits) -> None:
-        self._wanted = channel.Import(config.model, config.name, [os.getcwd(), *sys.path], limits)
+        self._wanted = channel.Import(config.model, config.name, limits)
         self._limits = limits
         kept = {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("LC_")}
         if missing := [name for name in config.pass_env if name not in os.environ]:

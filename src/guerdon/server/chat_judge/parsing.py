@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +21,7 @@ _HOLDS_OBJECTS = re.compile(r"\[\s*\{")
 _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 _MOST_BROKEN = 1000
 """JSON that cannot be read, of one answer; each costs time in proportion to the answer's length."""
-_TWICE = object()
+_TWICE = "given twice"
 
 
 class NoObject(Exception):
@@ -31,7 +32,7 @@ class ObjectFinder:
     """Finds the last top-level object of a text with the `key`."""
 
     def __init__(self, key: str) -> None:
-        self._key, self._mention = key, re.compile(rf"(?<!\w){re.escape(key)}[\"']?\s*:")
+        self.key, self._mention = key, re.compile(rf"(?<!\w){re.escape(key)}[\"']?\s*:")
         # Judges write line breaks into strings as they are.
         self._decoder = json.JSONDecoder(object_pairs_hook=self._make, strict=False)
 
@@ -45,16 +46,16 @@ class ObjectFinder:
         return isinstance(made, dict) and end == len(text)
 
     def value(self, text: str) -> Any:
-        """Returns the key's value in that object, as `object` finds it; raises NoObject."""
-        return self.object(text)[self._key]
+        """Returns the key's value in that object, as `find` finds it; raises NoObject."""
+        return self.find(text)[0][self.key]
 
-    def object(self, text: str) -> dict[str, Any]:
-        """Returns that object.
+    def find(self, text: str) -> tuple[dict[str, Any], int]:
+        """Returns that object and where it ends.
 
         Raises NoObject if there is none, if the key appears after it in a list, in an inner object or in a malformed
         one, if the object has the key twice, if braces do not match, or if anything is nested too deep.
         """
-        found, is_hidden, at, num_broken = None, False, 0, 0
+        found, end, is_hidden, at, num_broken = None, 0, False, 0, 0
         while (bracket := _BRACKET.search(text, at)) is not None:
             start, made = bracket.start(), None
             if bracket[0] == "}":
@@ -73,22 +74,23 @@ class ObjectFinder:
                 continue
             if made is None:
                 at = _end_of_group(text, start)
-            if isinstance(made, dict) and self._key in made:
-                found, is_hidden = made, False
+            if isinstance(made, dict) and self.key in made:
+                found, end, is_hidden = made, at, False
             elif self._mention.search(_ESCAPE.sub(lambda found: chr(int(found[1], 16)), text[start:at])):
                 is_hidden = True
         if is_hidden:
-            raise NoObject(f"the last {self._key!r} is in malformed JSON, in an inner object, or in a list")
+            raise NoObject(f"the last {self.key!r} is in malformed JSON, in an inner object, or in a list")
         if found is None:
-            raise NoObject(f"there is no JSON object with the key {self._key!r}")
-        if found[self._key] is _TWICE:
-            raise NoObject(f"its JSON object has the key {self._key!r} twice")
-        return found
+            raise NoObject(f"there is no JSON object with the key {self.key!r}")
+        if found[self.key] is _TWICE:
+            raise NoObject(f"its JSON object has the key {self.key!r} twice")
+        return found, end
 
-    def _make(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    @staticmethod
+    def _make(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
-        if sum(key == self._key for key, _ in pairs) > 1:
-            made[self._key] = _TWICE
+        if len(made) < len(pairs):
+            made |= {key: _TWICE for key, count in Counter(key for key, _ in pairs).items() if count > 1}
         return made
 
 
@@ -138,7 +140,7 @@ _AFTER_WORD = re.compile(r"[^\W_]|[-_'’/][^\W_]|\s+or\s+\w", re.IGNORECASE)
 _END = r"[\s*_`\"')\]}]*"
 _CONTRAST = rf"{_END}[,;:(–—-]*\s*(?:but|however|yet|though|although|except|or|and\s+yet)\b"
 _RETRACTION = (
-    rf"{_END}[,;:(.!…–—-]*\s*(?:no(?:pe)?(?=\s*[,.:;!–—-])|wait|actually|rather|correction|sorry|hmm+|instead|i\s+mean|make\s+(?:that|it)|"
+    rf"{_END}[,;:(.!…–—-]*\s*(?:no(?:pe)?(?=\s*[,.:;!–—-])|(?:no\s+)?wait|actually|rather|correction|sorry|hmm+|instead|i\s+mean|make\s+(?:that|it)|"
     r"on\s+second\s+thought|scratch\s+that)\b"
 )
 """What takes a verdict back may begin the next sentence; there, what contrasts is about another thing."""
@@ -214,6 +216,13 @@ _BRACKETS = {
     "a>>b": 1.0, "a>b": 0.75, "a=b": 0.5, "b>a": 0.25, "b>>a": 0.0,
 }  # fmt: skip
 """What a verdict in double brackets is worth to the first response; in the second line as Arena-Hard has them."""
+_CHOICE = re.compile(r"[\W_]*(?:or|and|vs)[\W_]*", re.IGNORECASE)
+"""What stands between two verdicts that are only offered."""
+_NEGATED = re.compile(
+    r"(?:\b(?:(?:can)?not|never|neither|nor|hardly)|n['’]t)\s+(?:\w+\s+){0,2}[*_`\"'(]*$", re.IGNORECASE
+)
+_CONDITIONAL = re.compile(rf"{_END}[,:]?\s*(?:if|unless)\b", re.IGNORECASE)
+"""What denies a verdict before it, and what makes it a case after it, as in a prompt that the answer repeats."""
 _SCORES, _RANKING = {"score_1": (1, 5), "score_2": (1, 5), "ranking": (1, 6)}, "ranking"
 """Bounds of the three numbers of NVIDIA's GenRM: a ranking of 1 means that the first response is much better."""
 
@@ -223,22 +232,29 @@ def _read_genrm(text: str) -> float:
 
     The scores have to agree with it: a ranking alone may be a slip, and nothing here is guessed.
     """
+    found: Any
     try:
-        found = ObjectFinder(_RANKING).object(text)
+        found, end = ObjectFinder(_RANKING).find(text)
     except NoObject as e:
         try:
-            found = ObjectFinder("overall").value(text)  # beside judgements by rubric
+            found, end = ObjectFinder("overall").find(text)  # beside judgements by rubric
         except NoObject:
             raise Unreadable(str(e)) from None
+        if _RANKING in text[end:]:
+            raise Unreadable(str(e)) from None
+        found = found["overall"]
+    if is_taken_back(text, end):
+        raise Unreadable("its verdict is taken back by what follows")
     numbers: dict[str, float] = {}
     for name, (least, most) in _SCORES.items():
         given = found.get(name) if isinstance(found, dict) else None
         is_text = isinstance(given, str) and _NUMBER.fullmatch(given.strip()) is not None
         if isinstance(given, bool) or not (is_text or isinstance(given, int | float)):
             raise Unreadable(f"its {name} is {_end(str(given))}, and no number")
-        if not least <= float(given) <= most:  # type: ignore[arg-type]
-            raise Unreadable(f"its {name} is {given}, and may be {least} to {most}")
-        numbers[name] = float(given)  # type: ignore[arg-type]
+        number: float = float(given) if isinstance(given, str) else given  # type: ignore[assignment]
+        if not least <= number <= most:
+            raise Unreadable(f"its {name} is {given!s:.40}, and may be {least} to {most}")
+        numbers[name] = number
     verdict = (6 - numbers[_RANKING]) / 5
     if (numbers["score_1"] - numbers["score_2"]) * (verdict - 0.5) < 0:
         raise Unreadable(f"its scores prefer one response and its ranking {numbers[_RANKING]:g} the other")
@@ -262,26 +278,34 @@ class AnswerParser:
             raise Unreadable("its thinking is not closed")
         if self._config.preset == "genrm":
             return _read_genrm(answer)
-        behind = ""
         if self._config.preset == "rm_r1":
-            _, opened, answer = answer.rpartition("<answer>")
-            answer, closed, behind = answer.partition("</answer>")
+            before, opened, last_one = answer.rpartition("<answer>")
+            inside, closed, behind = last_one.partition("</answer>")
             if not opened or not closed:
                 raise Unreadable("it has no <answer>" if not opened else "its last <answer> is not closed")
-            if not re.fullmatch(r"\s*\[\[[AB]\]\]\s*", answer):
-                raise Unreadable(f"between <answer> and </answer> is {_end(answer)}, and not [[A]] or [[B]] alone")
+            if not re.fullmatch(r"\s*\[\[[AB]\]\]\s*", inside):
+                raise Unreadable(f"between <answer> and </answer> is {_end(inside)}, and not [[A]] or [[B]] alone")
+            if re.search(r"\w", behind.partition("\n")[0]):
+                raise Unreadable(f"its line goes on after </answer>: {_end(behind)}")
+            if _DOUBLE_BRACKETS.search(behind):
+                raise Unreadable("it has another verdict in double brackets after the last <answer>")
+            answer = before + inside + behind
         found = [*_DOUBLE_BRACKETS.finditer(answer)]
         if not found:
             raise Unreadable("it has no verdict in double brackets, such as [[A]]")
         last = found[-1]
         line = answer.count("\n", 0, last.start())
         near = {one[1].strip().casefold() for one in found if answer.count("\n", 0, one.start()) == line}
-        if len(near) > 1 or _DOUBLE_BRACKETS.search(behind):
+        if len(near & _BRACKETS.keys()) > 1:
             raise Unreadable("it has another verdict in double brackets beside the last one")
         if (value := _BRACKETS.get(last[1].strip().casefold())) is None:
             raise Unreadable(f"the verdict {_end(last[0])} is none of {', '.join(_BRACKETS).upper()}")
-        if is_taken_back(answer + behind, last.end(), [one for one in ("A", "B") if one.casefold() not in near]):
+        if is_taken_back(answer, last.end(), [one for one in ("A", "B", "tie") if one.casefold() not in near]):
             raise Unreadable(f"the verdict {last[0]} is taken back by what follows; ask for it alone")
+        if _NEGATED.search(answer[max(0, last.start() - _CONTEXT) : last.start()]) or _CONDITIONAL.match(
+            answer, last.end()
+        ):
+            raise Unreadable(f"the verdict {last[0]} is denied, or has a condition; ask for it alone")
         return value
 
     def read(self, answer: ChatAnswer) -> float:
@@ -307,15 +331,18 @@ class AnswerParser:
             raise Unreadable("its thinking is not closed")
         if self._finder is not None:
             try:
-                return self._finder.value(answer)
+                found, end = self._finder.find(answer)
             except NoObject as e:
                 raise Unreadable(str(e)) from None
+            verdict = found[self._finder.key]
+            self._check_kept(answer, end, str(verdict))
+            return verdict
         return answer if self._regex is None else self._match(self._regex, answer)
 
     def _match(self, regex: re.Pattern[str], text: str) -> str:
-        found = None
-        for found in regex.finditer(text):  # noqa: B007 - the last counts
-            pass
+        earlier, found = None, None
+        for match in regex.finditer(text):  # the last counts
+            earlier, found = found, match
         if found is None or found[1] is None:
             raise Unreadable(f"the regular expression {regex.pattern!r} matches nothing")
         start, end = found.span(1)
@@ -327,11 +354,17 @@ class AnswerParser:
             raise Unreadable(
                 f"the verdict {_end(verdict)} is a part of more, {around!r}; ask for it alone, or match all of it"
             )
+        if earlier is not None and earlier[1] != found[1] and _CHOICE.fullmatch(text, earlier.end(), found.start()):
+            raise Unreadable(f"it leaves the choice between {_end(earlier[1])} and {_end(verdict)}")
+        self._check_kept(text, end, verdict)
+        return verdict
+
+    def _check_kept(self, text: str, end: int, verdict: str) -> None:
+        """Raises Unreadable if the text behind a verdict takes it back."""
         others = None if self._values is None else [value for value in self._values if value != verdict.casefold()]
         if verdict and is_taken_back(text, end, others):
             behind = text[end : end + 2 * _AROUND]
             raise Unreadable(f"the verdict {_end(verdict)} is taken back by what follows, {behind!r}; ask for it alone")
-        return verdict
 
     def _value(self, verdict: Any) -> float:
         if isinstance(verdict, int | float) and not isinstance(verdict, bool) and self._values is None:

@@ -140,7 +140,7 @@ class FormRequest:
 
     `request` is None if the body has no samples; `to_reply` then gets a reply without results. `to_reply` raises a
     failed sample's error. `check` runs before anything is computed, and raises InvalidRequest if the model cannot
-    answer. `output` replaces the form's own. `num_tables` is how many tables the reply makes of the samples' arrays,
+    answer. `output` replaces the form's own. With `fails_apart` the reply tells each sample's own error. `num_tables` is how many tables the reply makes of the samples' arrays,
     with all rows as long as the longest.
     """
 
@@ -150,6 +150,7 @@ class FormRequest:
     check: Callable[[ModelInfo], None] = check_rewards
     output: str = ""
     num_tables: int = 0
+    fails_apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,7 @@ class Form:
         parsed, url = read_body(self, body, query)
         asked = self.to_request(parsed, url)
         if asked.request is not None:
-            asked.request.is_whole = True
+            asked.request.is_whole = not asked.fails_apart
             if isinstance(parsed, GroupBody) and parsed.group is not None:
                 asked.request.cohort = GroupKey(repr(parsed.group), parsed.group_size or 0)
         return asked

@@ -35,7 +35,7 @@ class HistoryRequest(form.Keys, kw_only=True):
     metadata: dict[str, Any] | None = None
 
 
-class UniRLBody(form.Body, kw_only=True):
+class UniRLBody(form.GroupBody, kw_only=True):
     """Samples with the rewards that they need.
 
     If all need only one and the same, the model of that name answers; otherwise `model`, of which they are components.
@@ -75,7 +75,7 @@ def of_unirl(body: UniRLBody) -> form.FormRequest:
             errors: dict[str, str] = {}
             if isinstance(result, Score):
                 parts = attributes_of(result, info) if info.has_components else {}
-                whole = {"reward": number(result.reward), **parts}
+                whole = {**parts, "reward": number(result.reward)}
                 numbers = {n: {"reward": parts[n]} if n in parts else whole for n in one.required_rewards}
             else:
                 errors = dict.fromkeys(one.required_rewards, cut(str(result)))
@@ -83,7 +83,8 @@ def of_unirl(body: UniRLBody) -> form.FormRequest:
             made.errors.append(errors)
         return made
 
-    return form.FormRequest(model, _conversations(body) if body.requests else None, to_reply, check)
+    request = _conversations(body) if body.requests else None
+    return form.FormRequest(model, request, to_reply, check, fails_apart=True)
 
 
 def _conversations(body: UniRLBody) -> ScoreRequest:
@@ -108,7 +109,7 @@ class Item(form.Keys, kw_only=True):
     ground_truth: Any = None
 
 
-class BatchRewardBody(form.Body, kw_only=True):
+class BatchRewardBody(form.GroupBody, kw_only=True):
     """Texts with their prompts and labels."""
 
     example: ClassVar[str] = '{"items": [{"prompt": "a prompt", "response": " and its response", "ground_truth": "4"}]}'
