@@ -14,10 +14,14 @@ import served
 import zoo
 from guerdon.assembly import build_service
 from guerdon.client import RewardClient
+from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
+from guerdon.judge_core import GroupKey
+from guerdon.server.cohorts import Cohorts
+from guerdon.server.metrics import Metrics
 from guerdon.server.runtime import RunningServer
 from guerdon.server.service import Service
 from guerdon.settings.chat_judges import ChatJudgeConfig, ParseConfig
-from guerdon.settings.config import ComponentConfig, JudgeConfig, RewardConfig, ServerConfig
+from guerdon.settings.config import ComponentConfig, JudgeConfig, LimitsConfig, RewardConfig, ServerConfig
 from guerdon.settings.rubrics import ComparingConfig
 from served import Serve
 from stand_in_judge import KEY, MODEL, stand_in
@@ -251,6 +255,33 @@ def test_calls_that_contradict_each_other_are_refused(
     refused, second, first = run(server, work)
     assert refused.status_code == 400 and message in refused.text
     assert not first["mask_sample"] and not second["mask_sample"]
+
+
+def test_who_comes_back_after_a_cancelled_judgement_begins_another() -> None:
+    """All callers of a whole group leave amid its judgement, which ends; then they come again."""
+    info, begun, ends = ModelInfo("circular", "judge"), asyncio.Event(), asyncio.Event()
+
+    async def score(name: str, request: ScoreRequest, client: str) -> ScoreReply:
+        begun.set()
+        await ends.wait()
+        return ScoreReply([Score(1.0)] * len(request), [1] * len(request), "")
+
+    async def go() -> list[Any]:
+        cohorts = Cohorts(LimitsConfig(group_size=2, group_wait_s=LONG_S), score, Metrics())
+
+        def calls() -> list[asyncio.Task[ScoreReply]]:
+            requests = [ScoreRequest(texts=[text], cohort=GroupKey("some")) for text in ("one", "two")]
+            return [asyncio.create_task(cohorts.score(info, request, "")) for request in requests]
+
+        left = calls()
+        await begun.wait()
+        for call in left:
+            call.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        ends.set()
+        return await asyncio.gather(*calls())
+
+    assert [reply.results[0].reward for reply in asyncio.run(go())] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("incomplete", ["fail", "judge"])

@@ -28,18 +28,26 @@ def where(responses):
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with a module of the tests' own name, and the server's packages behind its own."""
+    """A virtual environment with a module of the tests' own name, and the server's packages behind its own.
+
+    It has another version of guerdon, which must not answer the server's.
+    """
     folder = tmp_path_factory.mktemp("environment") / "venv"
     venv.create(folder, symlinks=True)
     packages = folder / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
     (packages / "theirs.py").write_text(MODULE)
     (packages / "judged.py").write_text("VERSION = 7.5\n")
+    (packages / "guerdon").mkdir()
+    (packages / "guerdon/__init__.py").write_text("raise ImportError('another version')\n")
     (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder
 
 
-def test_a_function_runs_with_the_packages_of_its_environment(environment: Path) -> None:
+def test_a_function_runs_with_the_packages_of_its_environment(
+    environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its module is not even there for the server, and `judged` is another one here."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # it would have this guerdon
     python = str(environment / "bin/python")
     data = {"models": [
         {"model": f"theirs:{name}", "name": name, "isolate": {"python": python}, "children": 2}

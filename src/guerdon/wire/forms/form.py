@@ -140,8 +140,8 @@ class FormRequest:
 
     `request` is None if the body has no samples; `to_reply` then gets a reply without results. `to_reply` raises a
     failed sample's error. `check` runs before anything is computed, and raises InvalidRequest if the model cannot
-    answer. `output` replaces the form's own. With `fails_apart` the reply tells each sample's own error. `num_tables` is how many tables the reply makes of the samples' arrays,
-    with all rows as long as the longest.
+    answer. `output` replaces the form's own. With `fails_apart` the reply tells each sample's own error. `num_tables`
+    is how many tables the reply makes of the samples' arrays, with all rows as long as the longest.
     """
 
     model: str
