@@ -193,12 +193,28 @@ FORMS: dict[str, Any] = {
 def test_each_projects_form_is_read(form: str) -> None:
     assert read_criteria(FORMS[form], ("no", "yes")) == (CRITERIA, None)
     assert read_criteria([json.dumps(FORMS["verifiers"])], ("no", "yes"))[0] == CRITERIA
-    assert read_criteria({"criterion": "Is it brief?", "points": 2}, ()) == (CRITERIA[:1], None)
+    for text in ("criterion", "text", "description"):
+        assert read_criteria({text: "Is it brief?", "points": 2}, ()) == (CRITERIA[:1], None)
+
+
+def test_json_in_lists_and_json_of_json_are_read() -> None:
+    """As tables have them, whose columns are texts."""
+    ours = FORMS["ours"]
+    each = [json.dumps(one) for one in ours]
+    for label in (
+        each,
+        json.dumps(each),
+        {"criteria": each},
+        [ours],
+        [{"criteria": ours}],
+        json.dumps(json.dumps(ours)),
+    ):
+        assert read_criteria(label, ()) == (CRITERIA, None), label
 
 
 def test_a_reference_stands_beside_the_criteria() -> None:
     assert read_criteria({"criteria": ["Right?"], "reference": "4"}, ()) == ((Criterion("", "Right?"),), "4")
-    for label in ("4", "[not json", 7, None, [1, 2], ["a", "b"], {"a": 1}, "{}"):
+    for label in ("4", "[not json", 7, None, [1, 2], ["a", "b"], {"a": 1}, "{}", {"text": "a"}, '"a"', ["[1]"]):
         assert read_criteria(label, ()) == ((), label)
 
 
@@ -219,6 +235,8 @@ def test_a_reference_stands_beside_the_criteria() -> None:
         ([{"text": "a", "choices": 5}], "has the choices 5, and the rubric's labels"),
         ("[{'text': 'a'}]", "begins as JSON, and is none; send a list"),
         ('{"criteria": [{"text": "a"', "begins as JSON, and is none; send a list"),
+        (['{"text": "a"}', '{"text": "b"'], "begins as JSON, and is none; send a list"),
+        ({"criteria": ['{"text": "a"']}, "criterion 0 of this sample's label has no text"),
     ],
 )
 def test_a_mistake_in_a_label_is_named(label: Any, message: str) -> None:

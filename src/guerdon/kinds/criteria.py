@@ -27,7 +27,7 @@ REFERENCES = ("reference", "answer", "ground_truth")
 _FORM = 'send a list such as [{"criterion": "Is it brief?", "weight": 1}], or an object with it under `criteria`'
 _MOST_NAME = 64
 _MOST = float(np.finfo(np.float32).max)
-_BEGUN = re.compile(r"""\s*(\[\s*)?\{\s*["']\w""")
+_BEGUN = re.compile(r"""\s*"?(\[\s*)?\{\s*\\?["']\w""")
 """How JSON begins that has a criterion or a list of them; Python's own notation as well, and what was cut off."""
 
 
@@ -38,12 +38,17 @@ def read_criteria(label: Any, choices: tuple[str, ...]) -> tuple[tuple[Criterion
     InvalidRequest for a criterion without a text, a weight that no float32 has, weights that are all 0, or broken JSON.
     """
     whole, label = label, _decoded(label)
-    if isinstance(label, list) and len(label) == 1 and isinstance(label[0], str):  # open-instruct's datasets
-        label = _decoded(label[0])
-    if isinstance(label, str) and _BEGUN.match(label):
-        raise InvalidRequest(f"this sample's label, {_kind(label)}, begins as JSON, and is none; {_FORM}")
+    if isinstance(label, list):  # each entry may be JSON in open-instruct's datasets, and one the whole label
+        label = [*map(_decoded, label)]
+        inner = label[0] if len(label) == 1 else None
+        if isinstance(inner, list) or (isinstance(inner, dict) and isinstance(_decoded(_first(inner, LISTS)), list)):
+            label = inner
+    for text in label if isinstance(label, list) else [label]:
+        if isinstance(text, str) and _BEGUN.match(text):
+            raise InvalidRequest(f"this sample's label, {_kind(text)}, begins as JSON, and is none; {_FORM}")
     if isinstance(label, dict):
-        found = _first(label, LISTS) or ([label] if "criterion" in label else None)
+        is_criterion = "criterion" in label or None not in (_first(label, TEXTS), _first(label, WEIGHTS))
+        found = _first(label, LISTS) or ([label] if is_criterion else None)
         if found is None:
             return (), whole
         items, reference = _decoded(found), _first(label, REFERENCES)
@@ -60,7 +65,8 @@ def read_criteria(label: Any, choices: tuple[str, ...]) -> tuple[tuple[Criterion
 
 
 def _criterion(item: Any, i: int, choices: tuple[str, ...]) -> Criterion:
-    given = {"text": item} if isinstance(item, str) else item
+    item = _decoded(item)
+    given = {"text": item} if isinstance(item, str) and not _BEGUN.match(item) else item
     text = _first(given, TEXTS) if isinstance(given, dict) else None
     if not isinstance(text, str) or not text.strip():
         raise InvalidRequest(f"criterion {i} of this sample's label has no text; {_FORM}")
@@ -84,13 +90,14 @@ def _first(given: dict[str, Any], keys: Iterable[str]) -> Any:
 
 
 def _decoded(label: Any) -> Any:
-    """Returns the JSON in a text that begins as a list or an object; other values as they are."""
-    if isinstance(label, str) and label.lstrip()[:1] in ("[", "{"):
+    """Returns the list or object whose JSON a text is, also JSON of JSON; other values as they are."""
+    found = label
+    while isinstance(found, str) and found.lstrip()[:1] in ("[", "{", '"'):
         try:
-            return json.loads(label)
+            found = json.loads(found)
         except (ValueError, RecursionError):
-            return label
-    return label
+            break
+    return found if isinstance(found, list | dict) else label
 
 
 def _kind(value: Any) -> str:
