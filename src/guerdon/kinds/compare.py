@@ -219,7 +219,8 @@ class PlanOfPairs:
         if kept and not _connects([self._pairs[c] for c in left], kept):
             alone: GuerdonError = InvalidRequest(
                 f"{self._name} compares the responses of a group, and this sample is alone: no other that can be read "
-                "has its prompt and group id; send all responses to a prompt in one request"
+                "has its prompt and group id; send all responses to a prompt in one request, or each with the same "
+                "`group` and their number as `group_size`"
             )
             if (first := next((failed[c] for c in group.own if c in failed), None)) is not None:
                 alone = named("too many comparisons in its group failed, the first of them so", first)

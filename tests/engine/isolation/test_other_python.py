@@ -67,7 +67,12 @@ def test_a_function_runs_with_the_packages_of_its_environment(
 
 def test_a_python_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", symlinks=True)
+    for name, line in (("other", "true"), ("killed", "kill -9 $$")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o700)
     for python, message in (
+        (str(tmp_path / "other"), "it is no Python"),
+        (str(tmp_path / "killed"), "it ended with status -9, without a word"),
         (str(tmp_path / "none"), "No such file"),
         (str(tmp_path / "bare/bin/python"), "No module named"),
     ):

@@ -161,12 +161,21 @@ class IsolatedScorer:
 
 def check_python(python: str) -> None:
     """Raises ConfigError unless it is a Python in whose environment guerdon's part in child processes runs."""
+    code = f"import sys; assert sys.version_info >= (3, 11), sys.version; import {', '.join(_NEEDED)}; print('fi' 'ne')"
     try:
-        tried = subprocess.run(  # nosec B603
-            [python, "-c", f"import sys; assert sys.version_info >= (3, 11), sys.version; import {', '.join(_NEEDED)}"],
-            capture_output=True, text=True, timeout=_TRY_S, env=_without_environment(os.environ),
-        )  # fmt: skip
-        why = (tried.stderr.strip().splitlines() or ["it ended"])[-1] if tried.returncode else ""
+        with tempfile.TemporaryFile() as file:  # a pipe would also wait for what the Python leaves running
+            tried = subprocess.run(  # nosec B603
+                [python, "-c", code], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                timeout=_TRY_S, env=_without_environment(os.environ),
+            )  # fmt: skip
+            file.seek(0)
+            said = file.read().decode(errors="replace").split("\n")
+        said = [line.strip() for line in said if line.strip()]
+        why = ""
+        if tried.returncode:
+            why = f"it ended with status {tried.returncode}, {said[-1] if said else 'without a word'}"
+        elif "fine" not in said:
+            why = "it is no Python: it did not run a line of it"
     except (OSError, subprocess.SubprocessError) as e:
         why = str(e)
     if why:
