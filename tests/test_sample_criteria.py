@@ -191,7 +191,8 @@ FORMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("form", [*FORMS])
 def test_each_projects_form_is_read(form: str) -> None:
-    assert read_criteria(FORMS[form], ("no", "yes")) == (CRITERIA, None)
+    for choices in (("no", "yes"), ("no", "no", "yes", "yes")):  # with two spellings of each
+        assert read_criteria(FORMS[form], choices) == (CRITERIA, None)
     assert read_criteria([json.dumps(FORMS["verifiers"])], ("no", "yes"))[0] == CRITERIA
     for text in ("criterion", "text", "description"):
         assert read_criteria({text: "Is it brief?", "points": 2}, ()) == (CRITERIA[:1], None)

@@ -76,7 +76,7 @@ def _criterion(item: Any, i: int, choices: tuple[str, ...]) -> Criterion:
         raise InvalidRequest(f"the weight of criterion {i} of this sample's label is {_kind(weight)}; send a float32")
     asked = given.get("choices")
     listed = asked if isinstance(asked, list) else [asked]
-    if asked is not None and [str(one).strip().casefold() for one in listed] != [*choices]:
+    if asked is not None and [str(one).strip().casefold() for one in listed] != [*dict.fromkeys(choices)]:
         raise InvalidRequest(
             f"criterion {i} of this sample's label has the choices {asked!r:.80}, and the rubric's labels are, from "
             f"worst to best, {', '.join(choices) or 'none'}; leave them out, or serve a judge with these labels"

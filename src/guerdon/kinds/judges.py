@@ -174,8 +174,7 @@ def _read_sample(judge: Rendering, request: ScoreRequest, i: int) -> Sample:
     criteria: tuple[Criterion, ...] = ()
     if judge.rubric.own != "ignore":
         ascending = sorted(zip(judge.rubric.values, judge.rubric.labels, strict=True))
-        choices = dict.fromkeys(label.strip().casefold() for _, label in ascending)  # spellings are one label
-        criteria, reference = read_criteria(reference, (*choices,))
+        criteria, reference = read_criteria(reference, tuple(label.strip().casefold() for _, label in ascending))
         if not (criteria or judge.rubric.criteria):
             raise InvalidRequest(
                 f"the rubric of {name} has no criteria, and this sample's label has none: send them as `labels`, such "
