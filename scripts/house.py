@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 63_360,
+    "lines of src": 63_413,
     "files of src": 337,
-    "lines of tests": 82_578,
+    "lines of tests": 82_680,
     "modules with one importer": 80,
     "private functions that one place calls": 608,
     "imports, % of the lines": 6.9,
