@@ -62,7 +62,7 @@ def server(folder: Path, serve: Serve) -> RunningServer:
         )
     )
     models.append(TeacherConfig(model=str(folder / "lm"), name="lm"))
-    models.append(TeacherConfig(model=str(folder / "lm"), name="a_short", max_length=48))
+    models.append(TeacherConfig(model=str(folder / "lm"), name="short", max_length=48))
     models.append(JudgeConfig(model=str(folder / "lm"), name="judge", rubric=judged.write(folder), max_other_mass=1.0))
     return serve(*models)
 
@@ -117,7 +117,7 @@ OF_TEACHERS = [form.name for form in FORMS if form.gives != "rewards"]
 @pytest.mark.parametrize(
     ("model", "form"),
     [
-        *((model, "kserve") for model in (*IN_FOLDERS, "lm", "a_short", "judge")),
+        *((model, "kserve") for model in (*IN_FOLDERS, "lm", "short", "judge")),
         *(("rm", form) for form in ("trlx", *OF_REWARDS)),
         ("encoder", "vllm-score"),
         *(("lm", form) for form in OF_TEACHERS),
@@ -143,6 +143,14 @@ def test_a_scorer_of_lengths_has_none(serve: Serve, capsys: pytest.CaptureFixtur
     assert ", of 7 different scores" in trials["answers"]["why"]
     for name in ("unicode", "long inputs", "truncation"):
         assert trials[name]["why"] == "texts of equal length score alike, whatever they say", name
+
+
+def test_another_models_limit_is_not_taken(folder: Path, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    first = TeacherConfig(model=str(folder / "lm"), name="lm", max_length=48)
+    server = serve(first, ModelConfig(model=str(folder / "rm"), name="rm"))
+    status, trials = run(capsys, server.http_url, "--form", "openrlhf")  # no request names a model: `rm` answers
+    assert status == Exit.DONE, faults(trials)
+    assert trials["truncation"]["why"].startswith("512 tokens are refused")
 
 
 def test_a_scorer_of_stars_has_none(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
