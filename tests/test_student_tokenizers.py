@@ -156,6 +156,28 @@ def test_the_response_is_scored_in_the_teachers_own_template(server: RunningServ
     np.testing.assert_allclose([value for value, _, _ in entries], answers.logprobs[0], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("teacher", ["bytes-large", "pieces-large", "unigram"])
+@pytest.mark.parametrize("text", ["the thing is", " the thing", "4\r\nfour"])
+def test_a_prompt_of_ids_puts_no_blank_before_the_response(teacher: str, text: str, folder: Path) -> None:
+    """Tokenizers as of sentencepiece write one before a text by itself; within a text they do not."""
+    own, other = (AutoTokenizer.from_pretrained(folder / kind) for kind in ("bytes-small", teacher))
+    before = other.encode("the other room\n", add_special_tokens=False)
+    ids = other.encode("the other room\n" + text, add_special_tokens=False)
+    assert ids[: len(before)] == before
+    (logits,) = plain(folder / teacher, [np.array(ids)])
+    table = torch.log_softmax(logits, -1)[np.arange(len(ids) - 1), ids[1:]][len(before) - 1 :]
+    known = [
+        float(value) for value, token in zip(table, ids[len(before) :], strict=True) if token != other.unk_token_id
+    ]
+    row = own.encode(text, add_special_tokens=False)
+    with LocalTeacher(folder / teacher, student_tokenizer=str(folder / "bytes-small")) as local:
+        rows, lengths, prompts = [row, row], [0, 0], [before, [*before, 10**12]]
+        answers = local.logprobs(tokens=rows, prompt_lengths=lengths, teacher_prompts=prompts, token_ids=True)
+    assert answers.errors[0] is None and "outside the vocabulary" in answers.errors[1]
+    assert float(np.nansum(answers.logprobs[0])) == pytest.approx(sum(known), abs=NEAR * len(ids))
+    assert answers.tokens[0].tolist() == row
+
+
 def test_what_cannot_be_aligned_is_marked(server: RunningServer, folder: Path) -> None:
     own = AutoTokenizer.from_pretrained(folder / "pieces")
     row, length = student_row(own, "the ")

@@ -41,6 +41,7 @@ def server(folder: Path, serve: Serve) -> RunningServer:
         TeacherConfig(model=good, name="short", max_length=16),
         TeacherConfig(model=good, name="tiny", max_length=2),
         TeacherConfig(model=str(strange), name="strange"),
+        TeacherConfig(model=str(strange), name="reader", student_tokenizer=good),
         ModelConfig(model="actor.reward_functions:even", name="even"),
     ]
     return serve(*models)
@@ -150,6 +151,7 @@ def test_the_advantage_is_that_of_each_token_alone_and_bounded() -> None:
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no URL": ({"url": None}, ConfigError, "teacher.url is not given"),
     "another tokenizer": ({"name": "strange"}, ConfigError, "the teacher's tokenizer differs from the policy's"),
+    "a reader of other ids": ({"name": "reader"}, ConfigError, "teacher 'reader' at .* gives some .* no log-prob"),
     "a reward model": ({"name": "even"}, ConfigError, "teacher 'even' at .* gives no log-probs, only rewards"),
     "an unknown name": ({"name": "nobody"}, StartError, "teacher 'nobody' at .* is not ready: .*unknown model"),
     "a key in its URL": ({"url": "http://x:KEY@a:1"}, ConfigError, "teacher.url has a key in http://a:1"),

@@ -202,7 +202,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def teacher_url(folder: Path, serve: Serve) -> str:
-    models: list[Any] = [TeacherConfig(model=str(folder), name="maths", max_top_k=5)]
+    reader = str(zoo.tokenizer(zoo.language_model("llama", folder.parent / "reader")))
+    models: list[Any] = [
+        TeacherConfig(model=str(folder), name="maths", max_top_k=5),
+        TeacherConfig(model=reader, name="reader", student_tokenizer=reader),
+    ]
     return f"{serve(*models).http_url}?model=maths"
 
 
@@ -231,6 +235,8 @@ def test_what_a_served_teacher_cannot_do_is_refused(teacher_url: str) -> None:
         teacher_ask(teacher_url, 0, image_data=["image"])
     with pytest.raises(InvalidRequest, match="top_k is 6; it must be from 0 to 5"):
         teacher_ask(teacher_url, 6)
+    with pytest.raises(InvalidRequest, match="gives some tokens no log-prob, and verl needs one for each"):
+        teacher_ask(teacher_url.replace("maths", "reader"), 0)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 import zoo
-from guerdon import TeacherClient, cli
+from guerdon import LocalTeacher, TeacherClient, cli
 from guerdon.client import logprob_file
 from guerdon.client.logprob_file import SETTINGS, write_logprobs
 from guerdon.errors import Exit, InvalidRequest, StartError
@@ -154,6 +154,7 @@ def test_a_killed_run_goes_on_where_it_was(teacher: Path, tmp_path: Path) -> Non
         ({"tokens": [1, 2], "prompt_length": 3}, "prompt_length is 3"),
         ({"prompt": "a", "responses": []}, "no responses"),
         ({"question": "a"}, "none of the forms"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "its messages end with the user's"),
     ],
 )
 def test_a_malformed_row_is_named_before_anything_is_asked(row: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -171,6 +172,26 @@ def test_more_ids_than_the_teacher_gives_are_refused_before_a_row(teacher: Path,
         pytest.raises(InvalidRequest, match="top_k"),
     ):
         write_logprobs(client, source, tmp_path / "out", top_k=5)
+
+
+def test_rows_of_another_tokenizer_are_refused(teacher: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [{"tokens": [40, 41]}])
+    config = TeacherConfig(model=str(teacher), student_tokenizer=str(teacher))
+    with (
+        running(config) as server,
+        TeacherClient(server.http_url) as client,
+        pytest.raises(StartError, match="a student with another tokenizer"),
+    ):
+        write_logprobs(client, source, tmp_path / "out", top_k=0)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]"])
+def test_damaged_settings_are_named(text: str, teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / SETTINGS).write_text(text)
+    with LocalTeacher(teacher) as local, pytest.raises(StartError, match=f"{SETTINGS} is damaged"):
+        write_logprobs(local, write(tmp_path / "in.jsonl", [{"tokens": [1, 2]}]), tmp_path / "out")
 
 
 def test_100_000_tokens_grow_the_process_by_less_than_300_mb(teacher: Path, tmp_path: Path) -> None:

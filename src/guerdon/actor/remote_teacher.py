@@ -34,6 +34,11 @@ class RemoteTeacher(RemoteModel[TeacherClient, TeacherAnswers]):
         what, role = f"{self._role} '{self._config.name}' at {self._config.url}", self._role
         remedy = f"start it with `guerdon serve-teacher`, or correct {role}.url and name"
         outputs = self._await_server(what, remedy, limit_s).outputs
+        if "chunks" in outputs:
+            raise ConfigError(
+                f"{what} reads ids of another tokenizer, and gives some of the policy's tokens no log-prob",
+                f"serve a {role} with the policy's tokenizer, without student_tokenizer",
+            )
         if "logprobs" not in outputs:
             raise ConfigError(
                 f"{what} gives no log-probs, only {', '.join(outputs)}",

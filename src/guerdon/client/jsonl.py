@@ -126,6 +126,9 @@ def asks_of(row: dict[str, Any], path: Path, line: int, template: bool) -> dict[
                 raise ValueError(f"prompt_length is {length!r}; it must be from 1 to the {len(ids)} tokens")
             return {"tokens": [ids], "prompt_lengths": [length]}
         samples, prompt = samples_of(row, path, line, template), row.get("prompt")
+        for sample in samples:
+            if isinstance(sample, list) and sample[-1]["role"] != "assistant":
+                raise ValueError(f"its messages end with the {sample[-1]['role']}'s, so no answer is asked about")
         if prompt is None or isinstance(samples[0], list):
             return {"texts" if isinstance(samples[0], str) else "messages": samples}
         return {"texts": samples, "prompts": [prompt] * len(samples)}

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from guerdon import durable, tensor_files
 from guerdon.client.jsonl import asks_of, read_rows
 from guerdon.client.score_file import RowGroup, RowsInFlight
-from guerdon.errors import StartError
+from guerdon.errors import ServerFault, StartError
 
 SETTINGS = "logprobs.json"
 SHARD_BYTES = 32 << 20
@@ -104,6 +104,11 @@ def write_logprobs(
     settings = {"top_k": top_k, "temperature": temperature, "template": template, "model": config["name"], **about}
     asker = _Asker(lambda **asked: teacher.submit(top_k, temperature=temperature, **asked))
     probe = asker.submit(tokens=[[0, 0]]).result()  # raises if the teacher takes no such settings
+    if probe.chunks is not None:
+        raise StartError(
+            f"{settings['model']} reads the ids of a student with another tokenizer, whose chunks these files lack",
+            "serve the model under a second name without student_tokenizer, or ask it while you train",
+        )
     with _only_writer(target):
         output = _Output(target, settings, LogprobSummary())
         digest = output.resume(source)
@@ -165,8 +170,11 @@ class _Output:
             if any(self._folder.glob("*.safetensors")):
                 raise StartError(f"{self._folder} has shards and no {SETTINGS}", "give a new or empty folder")
             return ""
-        told = orjson.loads(path.read_bytes())
-        self._version = told.pop("weights_version")
+        try:
+            told = orjson.loads(path.read_bytes())
+            self._version = told.pop("weights_version")
+        except (ValueError, KeyError, AttributeError, TypeError) as e:
+            raise StartError(f"{path} is damaged ({e})", "give a new or empty folder") from e
         if differs := [name for name in self._settings | told if self._settings.get(name) != told.get(name)]:
             name = differs[0]
             raise StartError(
@@ -213,6 +221,8 @@ class _Output:
                 width = [top_k] if name.startswith("top") else []
                 count = 0 if error or not answers.tokens else len(answers.tokens[number])
                 made = np.empty([count, *width], dtype) if table is None else table[number].astype(dtype, copy=False)
+                if len(made) != count:  # all rows after it would be another sample's
+                    raise ServerFault(f"the server sent {len(made)} {name} for {count} tokens")
                 self._tables.setdefault(name, []).append(made)
                 self._num_bytes += made.nbytes
             for name, value in (("rows", summary.num_rows), ("samples", number)):

@@ -316,6 +316,11 @@ class OutputHead:
         else:
             if difference <= AGREEMENT.get(model.dtype, 2e-2):
                 return
+            if math.isnan(difference):
+                raise CheckpointError(
+                    f"the logits of {folder}, a {type(model).__name__}, are not finite",
+                    "copy it again if its weights are NaN or infinite; else try --dtype float32 or bfloat16",
+                )
             why = f"they differ by {difference:.1e}"
         raise CheckpointError(
             f"the logits of {folder}, a {type(model).__name__}, cannot be computed from its last hidden states: {why}",
@@ -342,7 +347,7 @@ class OutputHead:
         return passes
 
     def _difference(self) -> float:
-        """Returns the largest difference from the whole model's logits for a few tokens."""
+        """Returns the largest difference from the whole model's logits for a few tokens, NaN if not finite."""
         seen: list[Any] = []
         hook = self._trunk.register_forward_hook(lambda _, __, output: seen.append(output))
         tokens = torch.arange(8, device=self._model.device)[None] % self._model.get_input_embeddings().num_embeddings
@@ -352,6 +357,8 @@ class OutputHead:
                 seen.append(self._fsdp.through_root(self._trunk)(input_ids=tokens, use_cache=False))
         finally:
             hook.remove()
+        if not want.isfinite().all():
+            return float("nan")
         self._output, self.width = type(seen[0]), seen[0].last_hidden_state.shape[-1]
         got = self(seen[0].last_hidden_state[0])
         if got.shape != want.shape:

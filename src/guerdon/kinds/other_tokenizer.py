@@ -36,6 +36,8 @@ class Spelling(Protocol):
 
     def spell(self, text: str) -> tuple[np.ndarray, np.ndarray] | InvalidRequest: ...
 
+    def spell_after(self, before: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray] | InvalidRequest: ...
+
     @property
     def ends(self) -> tuple[int, ...]: ...
 
@@ -67,14 +69,15 @@ class Alignment:
         for side in (self.own, self.others):
             side[np.isin(side, [*chunks])] = UNALIGNED
 
-    def spread(self, logprobs: np.ndarray) -> TokenLogprobs:
-        """Returns the student's rows of the teacher's log-probs: a chunk's sum in equal shares, NaN without a chunk."""
+    def spread(self, logprobs: np.ndarray, row: np.ndarray) -> TokenLogprobs:
+        """Returns rows for the last tokens of the student's `row`: a chunk's sum in equal shares, NaN without one."""
         count = int(self.own.max(initial=UNALIGNED)) + 1
         is_in = self.others >= 0
         totals = np.bincount(self.others[is_in], logprobs[is_in].astype(np.float64), count)[:count]
         shares = totals / np.maximum(np.bincount(self.own[self.own >= 0], minlength=count), 1)
         rows = np.where(self.own >= 0, np.append(shares, np.nan)[self.own], np.nan)
-        return TokenLogprobs(rows.astype(np.float32), chunks=self.own.astype(np.int32))
+        scored = row[len(row) - len(rows) :].astype(np.int32)
+        return TokenLogprobs(rows.astype(np.float32), chunks=self.own.astype(np.int32), tokens=scored)
 
 
 def align(own: np.ndarray, others: np.ndarray, start: int = 0, *, is_sharp: bool = True) -> Alignment:
@@ -136,8 +139,10 @@ def spread(asked: Asks, reply: ScoreReply) -> ScoreReply:
     """Returns the reply with a row for each of the student's tokens."""
     plan, tokens = asked.plan
     results = [
-        Score(result.reward, answer=alignment.spread(result.answer.logprobs)) if isinstance(result, Score) else result
-        for result, alignment in zip(reply.results, plan, strict=True)
+        Score(result.reward, answer=alignment.spread(result.answer.logprobs, row))
+        if isinstance(result, Score)
+        else result
+        for result, alignment, row in zip(reply.results, plan, tokens, strict=True)
     ]
     return dataclasses.replace(reply, results=results, tokens=tokens, lengths=[len(row) for row in tokens])
 
@@ -185,8 +190,8 @@ def _read_row(
     is_lost = np.array(lost, bool)
     texts = ["" if lost else piece for lost, piece in zip(is_lost, pieces, strict=True)]
     before = "".join(texts[:first]) if prompt is None else prompt
-    start = len(before) if isinstance(before, str) else 0
-    spelled = teacher.spell((before if isinstance(before, str) else "") + "".join(texts[first:]))
+    start, response = len(before) if isinstance(before, str) else 0, "".join(texts[first:])
+    spelled = teacher.spell(before + response) if isinstance(before, str) else teacher.spell_after(before, response)
     if isinstance(spelled, InvalidRequest):
         return spelled
     ids, ends = spelled

@@ -52,6 +52,10 @@ _TRIED: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant",
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
+_TAIL = 16
+"""Tokens before a text that decide how it begins."""
+_CONTEXTS = ("\n", "a")
+"""What a text may follow, so that its tokenizer writes no blank before it."""
 _MOST_OF_A_CHARACTER = 4
 """Tokens of one character: each has at least one byte of it."""
 _LONGEST_SILENCE = 32
@@ -323,6 +327,24 @@ class TextEncoder:
         offsets = np.array(made.offsets, np.int64).reshape(-1, 2)
         ends = np.minimum(offsets[:, 1], np.append(offsets[1:, 0], len(text)))
         return np.array(made.ids, np.int64), np.maximum.accumulate(ends)
+
+    def spell_after(self, before: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray] | InvalidRequest:
+        """As `spell`, for a text that follows these ids: without the blank that some tokenizers write before a text."""
+        if self._writes_blank:
+            known = before[before < self.num_ids]  # others are refused with the sample
+            for context in (self.decode(known[-_TAIL:]), *_CONTEXTS):
+                if isinstance(spelled := self.spell(context + text), InvalidRequest):
+                    return spelled
+                ids, ends = spelled
+                if len(context) in ends:  # no token lies over the seam
+                    first = int(np.searchsorted(ends, len(context), "right"))
+                    return ids[first:], ends[first:] - len(context)
+        return self.spell(text)
+
+    @cached_property
+    def _writes_blank(self) -> bool:
+        """Whether a text's tokens are other characters at its beginning than within another text."""
+        return self._text(self._ids(["a"])[0] * 2) != "aa"
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
