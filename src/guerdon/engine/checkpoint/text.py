@@ -330,7 +330,7 @@ class TextEncoder:
 
     def spell_after(self, before: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray] | InvalidRequest:
         """As `spell`, for a text that follows these ids: without the blank that some tokenizers write before a text."""
-        if self._writes_blank:
+        if self._text(self._ids(["a"])[0] * 2) != "aa":
             known = before[before < self.num_ids]  # others are refused with the sample
             for context in (self.decode(known[-_TAIL:]), *_CONTEXTS):
                 if isinstance(spelled := self.spell(context + text), InvalidRequest):
@@ -340,11 +340,6 @@ class TextEncoder:
                     first = int(np.searchsorted(ends, len(context), "right"))
                     return ids[first:], ends[first:] - len(context)
         return self.spell(text)
-
-    @cached_property
-    def _writes_blank(self) -> bool:
-        """Whether a text's tokens are other characters at its beginning than within another text."""
-        return self._text(self._ids(["a"])[0] * 2) != "aa"
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
