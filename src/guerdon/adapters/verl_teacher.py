@@ -59,13 +59,13 @@ class TeacherServerClient:
             assert answers.top_ids is not None and answers.top_logprobs is not None
             ids, logprobs = answers.top_ids[0], answers.top_logprobs[0]
         else:
-            answers = (await self._client.logprobs(tokens=[prompt_ids])).raise_for_failed()
-            assert answers.logprobs is not None
+            answers = await self._client.logprobs(tokens=[prompt_ids])
             if answers.chunks is not None:  # verl would make a loss of NaN
                 raise InvalidRequest(
                     "the teacher's student_tokenizer gives some tokens no log-prob, and verl needs one for each: serve "
                     "a teacher with the policy's tokenizer"
                 )
+            assert answers.raise_for_failed().logprobs is not None
             ids, logprobs = np.array(prompt_ids[1:], np.int32)[:, None], answers.logprobs[0][:, None]
         ends = ((0, 1), (0, 0))
         return TeacherOutput({"prompt_ids": np.pad(ids, ends), "prompt_logprobs": np.pad(logprobs, ends)})
