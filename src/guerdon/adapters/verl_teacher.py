@@ -65,7 +65,8 @@ class TeacherServerClient:
                     "the teacher's student_tokenizer gives some tokens no log-prob, and verl needs one for each: serve "
                     "a teacher with the policy's tokenizer"
                 )
-            assert answers.raise_for_failed().logprobs is not None
+            answers.raise_for_failed()
+            assert answers.logprobs is not None
             ids, logprobs = np.array(prompt_ids[1:], np.int32)[:, None], answers.logprobs[0][:, None]
         ends = ((0, 1), (0, 0))
         return TeacherOutput({"prompt_ids": np.pad(ids, ends), "prompt_logprobs": np.pad(logprobs, ends)})
