@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,107 +179,74 @@ def plan(seed: int, points: Sequence[str]) -> list[Kill]:
     return sorted(kills, key=lambda kill: kill is not next(k for k in kills if isinstance(k, tuple)))
 
 
-@pytest.fixture(scope="module")
-def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return reinforced(folder, tmp_path_factory.mktemp("undisturbed"))
+Run = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="module")
-def undisturbed_distillation(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return distilled(folder, tmp_path_factory.mktemp("undisturbed"))
+def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], Outcome]:
+    """What each kind of run comes to if nobody kills it."""
+    return functools.cache(lambda run: run(folder, tmp_path_factory.mktemp("undisturbed")))
 
 
-@pytest.fixture(scope="module")
-def undisturbed_pair(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return optimised(folder, tmp_path_factory.mktemp("undisturbed"))
+KILLS: list[Kill] = [("amid a save", 1), ("between two optimiser steps", 9)]
+KILLS_OF_A_PAIR: list[Kill] = [
+    ("when the critic's training is asked for", 2),
+    ("between the critic's save and the actor's", 1),
+]
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_as_an_undisturbed_one(folder: Path, undisturbed: Outcome, tmp_path: Path) -> None:
-    outcome = reinforced(folder, tmp_path, [("amid a save", 1), ("between two optimiser steps", 9)], [0.3])
+@pytest.mark.parametrize(
+    ("run", "kills", "server_kills"),
+    [
+        (reinforced, KILLS, [0.3]),
+        (distilled, KILLS, [0.3]),
+        (optimised, KILLS_OF_A_PAIR, [("between two steps of a request", 5)]),
+    ],
+)
+def test_a_killed_run_ends_as_an_undisturbed_one(
+    run: Run, kills: list[Kill], server_kills: list[Kill], folder: Path, undisturbed: Any, tmp_path: Path
+) -> None:
+    outcome = run(folder, tmp_path, kills, server_kills)
     assert outcome.num_kills == 3
-    assert_same(outcome, undisturbed)
+    assert_same(outcome, undisturbed(run))
 
 
 @pytest.mark.slow
-def test_a_killed_distillation_ends_as_an_undisturbed_one(
-    folder: Path, undisturbed_distillation: Outcome, tmp_path: Path
+@pytest.mark.parametrize(
+    ("run", "point"),
+    [
+        *((run, point) for run in (reinforced, distilled) for point in killed_actor.POINTS),
+        *((optimised, point) for point in killed_actor.POINTS_WITH_CRITIC),
+    ],
+)
+def test_a_kill_of_the_actor_at_each_point(
+    run: Run, point: str, folder: Path, undisturbed: Any, tmp_path: Path
 ) -> None:
-    outcome = distilled(folder, tmp_path, [("amid a save", 1), ("between two optimiser steps", 9)], [0.3])
-    assert outcome.num_kills == 3
-    assert_same(outcome, undisturbed_distillation)
-
-
-@pytest.mark.slow
-def test_a_killed_pair_ends_as_an_undisturbed_one(folder: Path, undisturbed_pair: Outcome, tmp_path: Path) -> None:
-    kills: list[Kill] = [
-        ("when the critic's training is asked for", 2),
-        ("between the critic's save and the actor's", 1),
-    ]
-    outcome = optimised(folder, tmp_path, kills, [("between two steps of a request", 5)])
-    assert outcome.num_kills == 3
-    assert_same(outcome, undisturbed_pair)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", killed_actor.POINTS)
-def test_a_kill_of_the_actor_at_each_point(point: str, folder: Path, undisturbed: Outcome, tmp_path: Path) -> None:
-    # A resume comes only after a kill.
-    first: list[Kill] = [("amid the rollouts", 40)] if "resume" in point else []
-    outcome = reinforced(folder, tmp_path, [*first, (point, 1), (point, 2 if "resume" not in point else 1)])
-    assert outcome.num_kills == len(first) + 2
-    assert_same(outcome, undisturbed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", killed_actor.POINTS)
-def test_a_kill_of_a_distilling_actor_at_each_point(
-    point: str, folder: Path, undisturbed_distillation: Outcome, tmp_path: Path
-) -> None:
-    first: list[Kill] = [("amid the rollouts", 40)] if "resume" in point else []
-    outcome = distilled(folder, tmp_path, [*first, (point, 1), (point, 2 if "resume" not in point else 1)])
-    assert outcome.num_kills == len(first) + 2
-    assert_same(outcome, undisturbed_distillation)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_random_kills_of_actor_and_teacher(
-    seed: int, folder: Path, undisturbed_distillation: Outcome, tmp_path: Path
-) -> None:
-    times = random.Random(seed + 100)
-    server_kills = [times.uniform(0.0, SECONDS_OF_A_RUN) for _ in range(3)]
-    outcome = distilled(folder, tmp_path, plan(seed, list(killed_actor.POINTS)), server_kills)
-    assert outcome.num_kills
-    assert_same(outcome, undisturbed_distillation)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", killed_actor.POINTS_WITH_CRITIC)
-def test_a_kill_of_a_pairs_actor_at_each_point(
-    point: str, folder: Path, undisturbed_pair: Outcome, tmp_path: Path
-) -> None:
+    # A resume, and a load of the critic's checkpoint, come only after a kill.
     again = "resume" in point or "load" in point
     first: list[Kill] = [("amid the rollouts", 40)] if again else []
-    outcome = optimised(folder, tmp_path, [*first, (point, 1), (point, 1 if again else 2)])
+    outcome = run(folder, tmp_path, [*first, (point, 1), (point, 1 if again else 2)])
     assert outcome.num_kills == len(first) + 2
-    assert_same(outcome, undisturbed_pair)
+    assert_same(outcome, undisturbed(run))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
-def test_random_kills_of_actor_and_reward_model(seed: int, folder: Path, undisturbed: Outcome, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("run", "seed"), [*((distilled, seed) for seed in range(4)), *((reinforced, seed) for seed in range(8))]
+)
+def test_random_kills_of_actor_and_server(run: Run, seed: int, folder: Path, undisturbed: Any, tmp_path: Path) -> None:
     times = random.Random(seed + 100)
     server_kills = [times.uniform(0.0, SECONDS_OF_A_RUN) for _ in range(3)]
-    outcome = reinforced(folder, tmp_path, plan(seed, list(killed_actor.POINTS)), server_kills)
+    outcome = run(folder, tmp_path, plan(seed, list(killed_actor.POINTS)), server_kills)
     assert outcome.num_kills
-    assert_same(outcome, undisturbed)
+    assert_same(outcome, undisturbed(run))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
-def test_random_kills_of_actor_and_critic(seed: int, folder: Path, undisturbed_pair: Outcome, tmp_path: Path) -> None:
+def test_random_kills_of_actor_and_critic(seed: int, folder: Path, undisturbed: Any, tmp_path: Path) -> None:
     kills = plan(seed, list(killed_actor.POINTS_WITH_CRITIC))
     outcome = optimised(folder, tmp_path, kills, plan(seed + 50, list(killed_critic.POINTS)))
     assert outcome.num_kills
-    assert_same(outcome, undisturbed_pair)
+    assert_same(outcome, undisturbed(optimised))

@@ -1,4 +1,4 @@
-"""The adapters of reward functions if servers are down, slow or wrong; forked, pickled, and what they load."""
+"""The adapters of rewards if servers are down, slow or wrong; forked, pickled, and what they load."""
 
 import asyncio
 import pickle
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import served
-from adapters.forms import FORMS, ask
+from adapters.forms import FORMS, OBJECTS, ask
 from client.echo_server import EchoProcess
 from guerdon import adapters
 from guerdon.adapters.judge import JudgeClient as Judge
@@ -32,11 +32,13 @@ from server.echo_service import EchoService
 from server.helpers import wait_until
 from server.keys import SCORE, keyed
 
+ALL = FORMS | OBJECTS
+
 
 def ask_all(url: str, run: Callable[[Any], Any] = asyncio.run, **settings: Any) -> dict[str, Future[Any]]:
-    """All forms' answers, asked for at once."""
-    with ThreadPoolExecutor(len(FORMS)) as pool:
-        return {name: pool.submit(ask, name, make(url, **settings), "four", run) for name, make in FORMS.items()}
+    """All adapters' answers, asked for at once."""
+    with ThreadPoolExecutor(len(ALL)) as pool:
+        return {name: pool.submit(ask, name, make(url, **settings), "four", run) for name, make in ALL.items()}
 
 
 def errors(asked: dict[str, Future[Any]]) -> list[GuerdonError]:
@@ -64,9 +66,9 @@ def on_one_loop() -> Iterator[Callable[[Any], Any]]:
     loop.close()
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", ALL)
 def test_failed_sample_is_none_for_trl_and_raises_elsewhere(name: str, url: str) -> None:
-    function = FORMS[name](url)
+    function = ALL[name](url)
     assert ask(name, function, "12345") == 5.0
     if name.startswith("trl"):
         assert ask(name, function, served.FAILS) is None
@@ -86,7 +88,7 @@ def test_first_call_waits_for_a_server_that_starts_late(
         time.sleep(0.5)
         told = [record.getMessage() for record in caplog.records]
         with EchoProcess(*ports):
-            assert [future.result() for future in asked.result().values()] == [4.0] * len(FORMS)
+            assert [future.result() for future in asked.result().values()] == [4.0] * len(ALL)
     # One for the threads and one for the loop, however many calls wait.
     assert len(told) == 2 and all(url in line and "waiting for it, up to 120 s" in line for line in told)
 
@@ -172,7 +174,7 @@ def test_a_lost_server_is_given_up_after_the_time_out_and_found_again(on_one_loo
             asked = pool.submit(ask_within, 60)
             time.sleep(0.3)
             with server.again():
-                assert [future.result() for future in asked.result().values()] == [4.0] * len(FORMS)
+                assert [future.result() for future in asked.result().values()] == [4.0] * len(ALL)
 
 
 @pytest.mark.parametrize("name", FORMS)

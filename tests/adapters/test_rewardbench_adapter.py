@@ -1,8 +1,6 @@
 """RewardBench's pipeline through a server, called as its command calls it."""
 
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,13 +9,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-import served
 import zoo
-from client.echo_server import EchoProcess
 from guerdon.adapters import rewardbench
 from guerdon.adapters.judge import TIMEOUT_S, judge
 from guerdon.adapters.rewardbench import ServerPipeline
-from guerdon.errors import ConfigError, DeadlineExceeded, SampleFailed, UnknownModel, Unreachable
+from guerdon.errors import ConfigError, SampleFailed
 from guerdon.settings.config import ModelConfig
 from served import Serve
 
@@ -121,39 +117,3 @@ def test_the_command_registers_and_hands_over(url: str, folder: Path, tokenizer:
         "--debug",
     ]
     assert seen["scores"] == scores(pipeline(url, tokenizer)(TEXTS, **CALL))
-
-
-def test_no_number_is_made_up(url: str, tokenizer: Any) -> None:
-    with pytest.raises(UnknownModel, match="unknown model 'other'"):
-        ServerPipeline(judge(url, "other", TIMEOUT_S), tokenizer)(TEXTS, **CALL)
-    with pytest.raises(Unreachable, match=r"cannot connect to http://127\.0\.0\.1:9"):
-        pipeline("http://127.0.0.1:9", tokenizer, timeout_s=0.3)(TEXTS, **CALL)
-    with pytest.raises(SampleFailed, match="1 of 2 samples failed; row 1: the sample has no tokens"):
-        pipeline(url, tokenizer, "texts")(["a", ""], **CALL)
-
-
-is_over = threading.Event()
-
-
-def slow(texts: list[str]) -> list[float]:
-    is_over.wait(60)
-    return [1.0] * len(texts)
-
-
-def test_a_server_that_is_too_slow(tokenizer: Any) -> None:
-    is_over.clear()
-    with served.running(ModelConfig(model=f"{__name__}:slow"), grace_s=0) as server:
-        with pytest.raises(DeadlineExceeded):
-            pipeline(server.http_url, tokenizer, "texts", 0.2)(TEXTS, **CALL)
-        is_over.set()
-
-
-def test_a_server_that_restarts_meanwhile(tokenizer: Any) -> None:
-    with EchoProcess() as first:
-        pipe = pipeline(first.http_url, tokenizer, "texts")
-        assert scores(pipe(["abc"], **CALL)) == [3.0]
-        first.kill()
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(pipe, ["ab"], **CALL)
-            with first.again():
-                assert scores(answer.result(timeout=60)) == [2.0]

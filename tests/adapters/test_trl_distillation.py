@@ -38,6 +38,7 @@ from trl.experimental.server_distillation import ServerDistillationConfig, Serve
 
 import served
 import zoo
+from adapters.test_trl_models import train
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
 from ports import free_port
@@ -126,13 +127,6 @@ def server_trainer(url: str, folder: Path, out: Path, form: str = "ServerDistill
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder / "student", padding_side="left"),
     )
-
-
-def train(trainer: Any) -> list[dict[str, float]]:
-    """Returns what the trainer has logged of each step."""
-    torch.manual_seed(0)
-    trainer.train()
-    return [line for line in trainer.state.log_history if "loss" in line]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import socket
-import time
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -31,11 +30,9 @@ from guerdon.errors import (
     SampleFailed,
     ServerFault,
     UnknownModel,
-    Unreachable,
 )
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig
-from ports import free_port
 from server.echo_service import NAN_TOKEN, SLOW_TOKEN, EchoService
 
 EOS = 2
@@ -344,21 +341,6 @@ def test_a_triton_that_knows_nothing_else(pytriton_host: str) -> None:
         reward_fn(["99999 99999"])  # more than float16 can tell
     with pytest.raises(InvalidRequest, match="batch-size must be <= 25"):
         create_reward_fn(triton_host=pytriton_host, tokenizer=Numbers(), batch_size=26)(samples)  # type: ignore[operator]
-
-
-def test_a_server_that_is_not_there() -> None:
-    with pytest.raises(Unreachable, match=r"cannot connect to grpc://127\.0\.0\.1:9"):
-        by_numbers("127.0.0.1:9", timeout_s=0.3)(["5"])
-
-
-def test_the_first_call_waits_for_a_server_that_starts_late() -> None:
-    ports = [free_port(), free_port()]
-    reward_fn = by_numbers(f"127.0.0.1:{ports[1]}", timeout_s=120)
-    with futures.ThreadPoolExecutor(1) as pool:
-        rewards = pool.submit(reward_fn, ["6"])
-        time.sleep(0.3)
-        with EchoProcess(*ports):
-            assert rewards.result(timeout=60) == [8.0]
 
 
 def test_another_model_is_asked_for(host: str) -> None:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, as_completed, wait
 from pathlib import Path
@@ -39,6 +38,7 @@ from guerdon.errors import (
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from server.arithmetic_critic import FAIL_TOKEN, SLOW_TOKEN, WAIT_TOKEN, ArithmeticService, after, arrays_of, request
+from server.helpers import wait_until
 
 
 class ScriptedService(ArithmeticService):
@@ -87,13 +87,6 @@ QUICK = RetryPolicy(backoff_s=0.02, max_backoff_s=0.1, tries=1000, timeout_s=60.
 def weight_of(client: CriticClient) -> float:
     """The critic's weight, which is its value of token 1."""
     return float(client.infer(tokens=[[1]]).values[0][0])
-
-
-def wait_until(condition: Any, timeout_s: float = 30.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.005)
 
 
 # --- values -----------------------------------------------------------------------------------------------------

@@ -251,8 +251,14 @@ def test_waiting_for_a_server_that_starts_late_and_one_that_never_does(
 # --- the client's own process -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", ["idle", "in flight", "queued", "waiting", "exception"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *(("http", how) for how in ("idle", "in flight", "queued", "waiting", "exception")),
+        *(pytest.param("grpc", how, marks=pytest.mark.slow) for how in ("idle", "queued", "waiting")),
+        *(("grpc", how) for how in ("in flight", "exception")),
+    ],
+)
 def test_the_interpreter_ends_without_waiting_for_the_client(server: EchoProcess, kind: str, how: str) -> None:
     work = {
         "idle": "",
@@ -386,10 +392,11 @@ def test_the_client_imports_neither_torch_nor_transformers_nor_grpc_unasked(serv
     code = f"""
 import sys
 import guerdon.client.score_file
-from guerdon.client import RewardClient
+from guerdon import CriticClient, InvalidRequest, RewardClient, TeacherClient, TrainReport
 with RewardClient({server.http_url!r}) as client:
     client.score(texts=["a"])
-print(*(name for name in ("torch", "transformers", "grpc", "tritonclient", "guerdon.server") if name in sys.modules))
+heavy = ("torch", "transformers", "grpc", "tritonclient", "starlette", "uvicorn", "matplotlib", "guerdon.server")
+print(*(name for name in heavy if name in sys.modules))
 with RewardClient({server.grpc_url!r}) as client:
     client.score(texts=["a"])
 print(*(name for name in ("torch", "transformers", "grpc", "guerdon.server") if name in sys.modules))

@@ -69,6 +69,12 @@ def read(page: Path, reader: Reader) -> None:
         reader.read(block)
 
 
+def judge(reader: Reader) -> None:
+    """Writes a small judge that knows `yes` and `no`, but says them no more often than anything else."""
+    folder = zoo.language_model("llama", reader.folder / "my-judge", vocab_size=chats.VOCAB_SIZE)
+    chats.save("chatml", folder, words=("yes", "no"))
+
+
 def check_the_browsers_page(reader: Reader) -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{reader.ports['5555']}/", timeout=10) as answer:
         assert "text/html" in answer.headers["content-type"] and b"guerdon" in answer.read()
@@ -147,9 +153,7 @@ def test_a_critics_warm_up_from_a_file_goes_on_where_it_stopped(reader: Reader) 
 
 
 def test_the_judges_page_does_what_it_says(reader: Reader) -> None:
-    """The small judge knows `yes` and `no`, but says them no more often than anything else."""
-    judge = zoo.language_model("llama", reader.folder / "my-judge", vocab_size=chats.VOCAB_SIZE)
-    chats.save("chatml", judge, words=("yes", "no"))
+    judge(reader)
     for block in blocks_of(ROOT / "docs/judge.md"):
         if block.language in ("", "python") or block.text.startswith("# rubric.yaml"):
             reader.read(dataclasses.replace(block, text=block.text.replace("--rubric", "--max-other-mass 1 --rubric")))
@@ -162,8 +166,7 @@ def test_the_judges_page_does_what_it_says(reader: Reader) -> None:
 
 
 def test_the_page_of_judges_that_compare_does_what_it_says(reader: Reader) -> None:
-    judge = zoo.language_model("llama", reader.folder / "my-judge", vocab_size=chats.VOCAB_SIZE)
-    chats.save("chatml", judge, words=("yes", "no"))
+    judge(reader)
     for block in blocks_of(ROOT / "docs/comparing.md"):
         if block.language != "text":
             reader.read(dataclasses.replace(block, text=block.text.replace("--rubric", "--max-other-mass 1 --rubric")))
@@ -174,8 +177,7 @@ def test_the_page_of_judges_that_compare_does_what_it_says(reader: Reader) -> No
 
 
 def test_the_page_of_samples_criteria_does_what_it_says(reader: Reader) -> None:
-    judge = zoo.language_model("llama", reader.folder / "my-judge", vocab_size=chats.VOCAB_SIZE)
-    chats.save("chatml", judge, words=("yes", "no"))
+    judge(reader)
     for block in blocks_of(ROOT / "docs/sample_criteria.md"):
         reader.read(dataclasses.replace(block, text=block.text.replace("--rubric", "--max-other-mass 1 --rubric")))
     with RewardClient(f"http://127.0.0.1:{reader.ports['5555']}", "judge") as client:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import zoo
+from engine.test_engine import build
 from guerdon.assembly import build_scorer
 from guerdon.core import MIN_SHARED, Score, Sequence
 from guerdon.engine import independence
@@ -275,12 +276,6 @@ def test_a_path_that_fails_beyond_the_window_is_found_at_the_start(
         monkeypatch.undo()
         registry.register()
     assert engine.path == "shared" and "view size is not compatible" in engine.info.why
-
-
-def build(folder: Path, **config: object) -> Engine:
-    engine = build_scorer(ModelConfig(model=str(folder), **config))  # type: ignore[arg-type]
-    assert isinstance(engine, Engine)
-    return engine
 
 
 def assert_exact(engine: Engine, folder: Path, lengths: list[int]) -> None:

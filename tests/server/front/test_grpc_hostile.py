@@ -23,7 +23,6 @@ from tritonclient.grpc import service_pb2_grpc
 import served
 from guerdon.server.front import grpc_server
 from guerdon.server.runtime import RunningServer
-from guerdon.settings.access import KEYS_VARIABLE
 from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve_grpc
 from guerdon.wire.tensors import InferRequest, Tensor
@@ -33,7 +32,6 @@ from server.keys import ADMIN, SCORE, TRAIN, keyed
 from server.raw_grpc import RawClient
 
 MIB = 1 << 20
-KEYS = {"s": "score-key-0123456789", "t": "train-key-0123456789", "a": "admin-key-0123456789"}
 
 
 def message(row: list[int], rows: int = 1) -> pb.ModelInferRequest:
@@ -71,12 +69,6 @@ class Unsent:
             waiting.put(None)
 
 
-@pytest.fixture
-def keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {"s": "score trainer", "t": "train learner", "a": "admin boss"}
-    monkeypatch.setenv(KEYS_VARIABLE, ",".join(f"{names[role]} {key}" for role, key in KEYS.items()))
-
-
 def code_of(call: Any, request: Any, key: str | None = None) -> str:
     metadata = () if key is None else (("authorization", f"Bearer {key}"),)
     try:
@@ -105,16 +97,16 @@ def test_messages_that_do_not_come_end_and_give_their_places_back():
         assert outcomes(server.http_url) == {("unknown", "UploadTooSlow"): 4, ("reward_model", "ok"): 1}
 
 
-def test_one_client_cannot_have_all_the_places_in_which_messages_come(keys):
-    config = ServerConfig(port=0, grpc_port=0, max_body_mb=1, max_bodies_mb=4, read_timeout_s=120)
+def test_one_client_cannot_have_all_the_places_in_which_messages_come(tmp_path):
+    config = keyed(tmp_path, max_body_mb=1, max_bodies_mb=4, read_timeout_s=120)
     with RunningServer(EchoService(), config) as server, channel_to(server) as channel, channel_to(server) as other:
-        unsent = Unsent(channel, 20, KEYS["s"])
+        unsent = Unsent(channel, 20, SCORE)
         time.sleep(0.2)
-        assert code_of(stub_of(other).ModelInfer, message([5]), KEYS["t"]) == "OK"
+        assert code_of(stub_of(other).ModelInfer, message([5]), TRAIN) == "OK"
         for call in unsent.calls:
             call.cancel()
         unsent.leave()
-        wait_until(lambda: code_of(stub_of(other).ModelInfer, message([5]), KEYS["s"]) == "OK")
+        wait_until(lambda: code_of(stub_of(other).ModelInfer, message([5]), SCORE) == "OK")
 
 
 def raw_client(server: RunningServer, **options: Any) -> RawClient:
@@ -290,48 +282,12 @@ def test_health_answers_also_when_the_gate_is_full():
         slow.result()
 
 
-def test_each_method_wants_its_role(keys):
-    methods: dict[str, tuple[Any, str]] = {
-        "ServerLive": (pb.ServerLiveRequest(), "nobody"),
-        "ServerReady": (pb.ServerReadyRequest(), "nobody"),
-        "ModelReady": (pb.ModelReadyRequest(name="reward_model"), "s"),
-        "ServerMetadata": (pb.ServerMetadataRequest(), "s"),
-        "ModelMetadata": (pb.ModelMetadataRequest(name="reward_model"), "s"),
-        "ModelConfig": (pb.ModelConfigRequest(name="reward_model"), "s"),
-        "ModelInfer": (message([5]), "s"),
-        "ModelStatistics": (pb.ModelStatisticsRequest(), "s"),
-        "RepositoryIndex": (pb.RepositoryIndexRequest(), "s"),
-        "RepositoryModelLoad": (pb.RepositoryModelLoadRequest(model_name="nobody"), "a"),
-        "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest(model_name="nobody"), "a"),
-    }
-    with served.running(grpc_port=0, build=EchoService) as server, channel_to(server) as channel:
-        for name, (request, needed) in methods.items():
-            call = getattr(stub_of(channel), name)
-            wanted = "OK" if needed == "nobody" else "UNAUTHENTICATED"
-            assert code_of(call, request) == wanted
-            assert code_of(call, request, "a-key-that-nobody-has") == wanted
-            for role, key in KEYS.items():
-                passes = "sta".index(role) >= "sta".find(needed)
-                found = code_of(call, request, key)
-                if needed == "a" and passes:
-                    assert found == "NOT_FOUND"
-                else:
-                    assert found == ("OK" if passes else "PERMISSION_DENIED"), (name, role)
-
-
-def test_no_message_is_read_of_whoever_has_no_key(keys):
-    config = ServerConfig(port=0, grpc_port=0)
-    with RunningServer(EchoService(), config) as server, channel_to(server) as channel:
+def test_no_message_is_read_of_whoever_has_no_key(tmp_path):
+    with RunningServer(EchoService(), keyed(tmp_path)) as server, channel_to(server) as channel:
         unsent = Unsent(channel, 3, "a-key-that-nobody-has")
         for call in unsent.calls:
             assert call.code() is grpc.StatusCode.UNAUTHENTICATED
         unsent.leave()
-
-
-def test_without_keys_nobody_is_an_admin():
-    with served.running(grpc_port=0, build=EchoService) as server, channel_to(server) as channel:
-        request = pb.RepositoryModelLoadRequest(model_name="reward_model")
-        assert code_of(stub_of(channel).RepositoryModelLoad, request) == "PERMISSION_DENIED"
 
 
 def test_small_methods_take_no_large_messages():

@@ -4,6 +4,7 @@ import logging
 import re
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from guerdon.wire.forms import FORMS
 from served import Serve
 from server.arithmetic_critic import ArithmeticService
 from server.echo_service import CRASH_TOKEN, EchoService
+from server.front.test_grpc_hostile import message
 from server.helpers import INFER, body_of, wait_until
 from server.keys import ADMIN, KEYS, SCORE, TRAIN, bearer, keyed
 
@@ -44,7 +46,7 @@ def critic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def keyless(serve: Serve) -> RunningServer:
-    return serve(build=EchoService)
+    return serve(grpc_port=0, build=EchoService)
 
 
 def paths() -> list[tuple[str, str]]:
@@ -117,31 +119,34 @@ def test_who_may_do_what_over_http(role: str, server: RunningServer, critic: Run
             assert answer.status_code == (400 if role == "admin" else 403), answer.text
 
 
-@pytest.mark.parametrize("role", ["nobody", *KEYS])
+def code_of(server: RunningServer, method: str, request: Any, key: str | None = None) -> str:
+    """How a call over gRPC ends."""
+    metadata = [] if key is None else [("authorization", f"Bearer {key}")]
+    with grpc.insecure_channel((server.grpc_url or "").removeprefix("grpc://")) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        try:
+            getattr(stub, method)(request, metadata=metadata, timeout=20)
+        except grpc.RpcError as e:
+            return e.code().name  # type: ignore[attr-defined, no-any-return]
+        return "OK"
+
+
+@pytest.mark.parametrize("role", ["nobody", "stranger", *KEYS])
 def test_who_may_do_what_over_grpc(role: str, server: RunningServer, critic: RunningServer) -> None:
-    metadata = [("authorization", f"Bearer {KEYS[role]}")] if role in KEYS else []
-
-    def code(server: RunningServer, method: str, request: Any) -> str:
-        with grpc.insecure_channel((server.grpc_url or "").removeprefix("grpc://")) as channel:
-            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-            try:
-                getattr(stub, method)(request, metadata=metadata, timeout=20)
-            except grpc.RpcError as e:
-                return e.code().name  # type: ignore[attr-defined, no-any-return]
-            return "OK"
-
+    code = partial(code_of, key=KEYS.get(role, "a-key-that-nobody-has" if role == "stranger" else None))
     assert code(server, "ServerLive", pb.ServerLiveRequest()) == "OK"
     assert code(server, "ServerReady", pb.ServerReadyRequest()) == "OK"
-    usual = "UNAUTHENTICATED" if role == "nobody" else "OK"
-    assert code(server, "ServerMetadata", pb.ServerMetadataRequest()) == usual
+    usual = "OK" if role in KEYS else "UNAUTHENTICATED"
+    for method in ("ServerMetadata", "ModelStatistics", "RepositoryIndex"):
+        assert code(server, method, getattr(pb, method + "Request")()) == usual, method
+    assert code(server, "ModelInfer", message([5])) == usual
     for method in ("ModelReady", "ModelMetadata", "ModelConfig"):
         assert code(server, method, getattr(pb, method + "Request")(name="reward_model")) == usual, method
-    assert code(server, "RepositoryIndex", pb.RepositoryIndexRequest()) == usual
-    trains = {"nobody": "UNAUTHENTICATED", "score": "PERMISSION_DENIED"}.get(role, "INVALID_ARGUMENT")
+    trains = {"score": "PERMISSION_DENIED"}.get(role, "INVALID_ARGUMENT") if role in KEYS else usual
     for name in OPERATIONS:
         assert code(critic, "ModelInfer", pb.ModelInferRequest(model_name=name, raw_input_contents=[b"x"])) == trains
     for method in ("RepositoryModelLoad", "RepositoryModelUnload"):
-        admins = {"nobody": "UNAUTHENTICATED", "admin": "NOT_FOUND"}.get(role, "PERMISSION_DENIED")
+        admins = {"admin": "NOT_FOUND"}.get(role, "PERMISSION_DENIED") if role in KEYS else usual
         assert code(server, method, getattr(pb, method + "Request")(model_name="nobody")) == admins
 
 
@@ -149,6 +154,8 @@ def test_without_keys_nobody_is_admin(keyless: RunningServer) -> None:
     answer = httpx.post(keyless.http_url + "/v2/repository/models/reward_model/unload", headers=bearer(ADMIN))
     assert answer.status_code == 403
     assert "this server was started without keys" in answer.json()["error"]
+    load = pb.RepositoryModelLoadRequest(model_name="reward_model")
+    assert code_of(keyless, "RepositoryModelLoad", load) == "PERMISSION_DENIED"
 
 
 @pytest.mark.parametrize(
