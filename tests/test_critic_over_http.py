@@ -1,6 +1,7 @@
 """A critic served from a checkpoint: what its clients are answered is what plain transformers and torch compute."""
 
 import asyncio
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import torch
 import tritonclient.grpc
 import tritonclient.http
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import served
 import zoo
@@ -24,7 +25,7 @@ from guerdon import AsyncCriticClient, CriticClient, Gae, RewardClient, TrainRep
 from guerdon.assembly import build_service
 from guerdon.critic_core import TrainRequest
 from guerdon.engine.engine import Engine
-from guerdon.errors import ConfigError, Exit, InvalidRequest, Offloaded, StartError
+from guerdon.errors import ConfigError, Exit, InvalidRequest, StartError
 from guerdon.kinds.reward import RewardKind
 from guerdon.server.runtime import RunningServer
 from guerdon.server.service import Service
@@ -313,26 +314,23 @@ def test_the_folder_of_another_critic_is_refused(other: Any, message: str, folde
     assert "another checkpoint_dir" in caught.value.help
 
 
-def test_operations_by_the_clients_of_pytriton(folder: Path, tmp_path: Path) -> None:
-    dummy = {"dummy_var": np.array([0])}
-    asked = request(rows_of(3, shared=True))
-    with serving(folder, tmp_path / "critic") as server, CriticClient(server.http_url) as critic:
-        for url in (server.http_url, server.grpc_url):
-            with pytriton_client.ModelClient(url, "critic_offload") as client:
-                assert client.infer_sample(**dummy)["status"].tolist() == [0]
-            with pytest.raises(Offloaded, match="onload"):
-                critic.infer(tokens=asked.tokens)
-            with pytriton_client.ModelClient(url, "critic_onload") as client:
-                assert client.infer_sample(**dummy)["status"].tolist() == [0]
-            with pytriton_client.ModelClient(url, "critic_save") as client:
-                assert client.infer_sample(**dummy)["status"].tolist() == [0]
-            with pytriton_client.ModelClient(url, "critic_validate") as client:
-                measured = client.infer_sample(**arrays_of(asked))
-            with pytriton_client.ModelClient(url, "critic_load") as client:
-                name = np.array([critic.state().checkpoints[0].name.encode()], dtype=object)
-                assert client.infer_sample(**dummy, checkpoint=name)["status"].tolist() == [0]
-            assert measured["loss_mean"][0] == pytest.approx(critic.validate(**arrays_of(asked)).loss, rel=1e-5)
-        assert critic.state().step == 0
+def test_a_journal_is_not_replayed_on_other_weights(folder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(folder / "model", tmp_path / "model")
+    file, asked = model / "model.safetensors", request(rows_of(4, shared=True))
+    with serving(tmp_path, tmp_path / "critic") as server, CriticClient(server.http_url) as critic:
+        critic.train(**arrays_of(asked)).result(60)
+        trained = critic.infer(tokens=asked.tokens).values
+    whole, tensors = file.read_bytes(), load_file(file)
+    tensors["model.layers.0.mlp.gate_proj.weight"] *= 3
+    save_file(tensors, file, metadata={"format": "pt"})
+    said = r"the journal was written with weights .*; now: weights "
+    with pytest.raises(StartError, match=said) as refused, serving(tmp_path, tmp_path / "critic"):
+        pass
+    assert "restore the old files" in refused.value.help and "--checkpoint-dir" in refused.value.help
+    file.write_bytes(whole)
+    with serving(tmp_path, tmp_path / "critic") as server, CriticClient(server.http_url) as critic:
+        for row, wanted in zip(critic.infer(tokens=asked.tokens).values, trained, strict=True):
+            np.testing.assert_array_equal(row, wanted)
 
 
 def test_a_saved_checkpoint_is_served_as_any_other(folder: Path, tmp_path: Path) -> None:

@@ -31,6 +31,12 @@ def body_of(rows: list[list[int]], **more) -> bytes:
     return orjson.dumps({"inputs": [tokens, lengths], **more})
 
 
+def posted(body: bytes, length: int | None = None, path: str = INFER) -> bytes:
+    """A POST as it goes over a connection, which announces so many bytes, else the body's."""
+    length = len(body) if length is None else length
+    return b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (path.encode(), length, body)
+
+
 def connect(server: RunningServer, receive_bytes: int | None = None) -> socket.socket:
     found = socket.socket()
     if receive_bytes is not None:

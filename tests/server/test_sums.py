@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
-from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, Overloaded, SampleFailed, named
+from guerdon.errors import GuerdonError, InvalidRequest, Overloaded, SampleFailed, named
 from guerdon.kinds.sum import Running, Sum
 from guerdon.settings.config import ComponentConfig, RewardConfig
 
@@ -219,9 +219,3 @@ def test_what_not_all_can_read_is_refused_with_their_names() -> None:
         sum_of(CHECKPOINT, OF_TEXTS).check(ScoreRequest(tokens=[np.array([1])]))
     with pytest.raises(InvalidRequest, match=r"takes no text: .*length reads token ids; send tokens"):
         sum_of(CHECKPOINT, OF_TOKENS).check(ScoreRequest(texts=["a"]))
-
-
-def test_components_that_share_no_form_cannot_start() -> None:
-    with pytest.raises(ConfigError, match="brevity reads text; length reads token ids") as caught:
-        sum_of(OF_TEXTS, OF_TOKENS)
-    assert "`texts`" in caught.value.help

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import zoo
-from server.helpers import INFER, body_of
+from server.helpers import body_of, posted
 
 ROW = list(range(10, 74))
 
@@ -47,11 +47,8 @@ def server(max_requests: int, model: Path) -> Iterator[tuple[int, psutil.Process
 async def ask(port: int) -> tuple[int, float]:
     """The status of one request, and the seconds that it took, on a connection of its own."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = body_of([ROW])
     started = time.monotonic()
-    writer.write(
-        b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (INFER.encode(), len(body), body)
-    )
+    writer.write(posted(body_of([ROW])))
     status = int((await reader.readline()).split()[1])
     writer.close()
     return status, time.monotonic() - started

@@ -24,7 +24,7 @@ from guerdon.settings.config import ServerConfig
 from served import Serve
 from server.echo_service import EchoService
 from server.form_examples import EXAMPLES
-from server.helpers import connect, until_closed, wait_until
+from server.helpers import connect, posted, until_closed, wait_until
 
 TIMEOUT_S = 1.2
 MAX_REQUESTS = 16
@@ -129,7 +129,7 @@ def test_beyond_the_limit_of_requests(running_server, client, example):
     """Places are held by bodies that do not come; a request is refused at once, and answered when they are gone."""
     holders = [connect(running_server) for _ in range(MAX_REQUESTS)]
     for holder in holders:
-        holder.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{" % example.path.encode())
+        holder.sendall(posted(b"{", 9, example.path))
     wait_until(lambda: example.ask(client, "a text").status_code != 200)
     response = example.ask(client, "a text")
     for holder in holders:
@@ -145,7 +145,7 @@ def test_beyond_the_limit_of_requests(running_server, client, example):
 def test_uploads_that_stop(hasty):
     connections = [connect(hasty[1]) for _ in EXAMPLES]
     for connection, example in zip(connections, EXAMPLES, strict=True):
-        connection.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{" % example.path.encode())
+        connection.sendall(posted(b"{", 9, example.path))
     for connection, example in zip(connections, EXAMPLES, strict=True):
         with connection:
             head, _, told = until_closed(connection).partition(b"\r\n\r\n")
@@ -159,9 +159,7 @@ def test_clients_that_leave_cancel_their_work(running_server, client, service):
     before, connections = service.cancelled, [connect(running_server) for _ in EXAMPLES]
     with service.scorer.held():
         for connection, example in zip(connections, EXAMPLES, strict=True):
-            path, body = example.path.encode(), orjson.dumps(example.body("<slow>"))
-            head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path, len(body))
-            connection.sendall(head + body)
+            connection.sendall(posted(orjson.dumps(example.body("<slow>")), path=example.path))
         wait_until(lambda: service.num_open == len(EXAMPLES))
         assert service.cancelled == before
         for connection in connections:

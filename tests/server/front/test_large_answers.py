@@ -24,7 +24,7 @@ from guerdon.wire import kserve, kserve_grpc
 from guerdon.wire.tensors import InferRequest, Tensor
 from served import Serve
 from server.echo_service import EchoService
-from server.helpers import INFER, wait_until
+from server.helpers import INFER, posted, wait_until
 
 TEXTS = ["x"] * 999 + ["x" * 1000]
 """A few kilobytes of which the values make a table of a million numbers."""
@@ -100,7 +100,7 @@ def test_a_large_answer_holds_room_of_bodies(server: RunningServer) -> None:
         for _ in range(2):
             address = ("127.0.0.1", httpx.URL(server.http_url).port)
             announced = held.enter_context(socket.create_connection(address, timeout=30))
-            announced.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n\r\n" % INFER.encode())
+            announced.sendall(posted(b"", 900_000))
         wait_until(lambda: post(server, TEXTS, is_binary=True).status_code == 503)
         assert "bodies and answers of the requests in progress" in post(server, TEXTS, is_binary=True).json()["error"]
         with pytest.raises(grpc.RpcError, match="bodies and answers of the requests in progress"):
