@@ -62,6 +62,14 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
+def one_self_check() -> Iterator[None]:
+    """For modules that load one model many times."""
+    import same_self_checks
+
+    yield from same_self_checks.once()
+
+
+@pytest.fixture(scope="module")
 def serve() -> Iterator["Serve"]:
     from served import running
 

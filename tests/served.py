@@ -115,5 +115,16 @@ def running(
         yield server
 
 
+def briefly(ask: Callable[[str], object] = lambda url: None) -> Callable[..., None]:
+    """In place of `runtime.run`: serves until `ask` of the URL returns, instead of until a signal comes."""
+
+    def run(service: Service, config: ServerConfig, on_started: Callable[[str, str | None], None]) -> None:
+        with RunningServer(service, config) as server:
+            on_started(server.http_url, server.grpc_url)
+            ask(server.http_url)
+
+    return run
+
+
 Serve = Callable[..., RunningServer]
 """The fixture `serve`: takes the arguments of `running`; its servers run until the module's last test has ended."""

@@ -5,7 +5,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from guerdon.server.runtime import RunningServer
 from guerdon.settings.chat_judges import BudgetConfig, ChatJudgeConfig, ParseConfig
 from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig, ServerConfig
 from ports import free_port
+from server.helpers import wait_until
 from stand_in_judge import KEY, MODEL, StandIn, stand_in
 
 PARSE = ParseConfig(regex=r"Score: (\S+)", lowest=-100, highest=100)
@@ -69,11 +70,6 @@ def metric(server: RunningServer, name: str, **labels: str) -> float:
     text = httpx.get(f"{server.http_url}/metrics").text
     wanted = f"{name}{{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "} "
     return next((float(line.removeprefix(wanted)) for line in text.splitlines() if line.startswith(wanted)), 0.0)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.01)
 
 
 def asked(remote: StandIn, words: str) -> int:

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,6 @@ from guerdon.engine.engine import Engine
 from guerdon.errors import ConfigError, Exit, InvalidRequest, StartError
 from guerdon.kinds.reward import RewardKind
 from guerdon.server.runtime import RunningServer
-from guerdon.server.service import Service
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 from guerdon.training.algorithms.advantages import adaptive_lams, gae
 from guerdon.trees import Forest, flatten
@@ -38,7 +37,10 @@ from training.plain import PlainCritic, request, tree
 
 GBS, LR = 4, 1e-3
 pytriton_client = pytest.importorskip("pytriton.client")
-pytestmark = pytest.mark.filterwarnings("ignore:tritonclient.* doesn't support")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:tritonclient.* doesn't support"),
+    pytest.mark.usefixtures("one_self_check"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -392,45 +394,28 @@ def test_the_command_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path) 
     assert f"ready at http://127.0.0.1:{port}" in said[2]
 
 
-def test_a_stopped_critic_says_what_is_saved_and_what_is_journalled(folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "guerdon", "serve-critic", str(folder / "model"), "--port", "0", "--no-grpc"]
-    command += ["--global-batch-size", str(GBS), "--checkpoint-dir", str(tmp_path / "critic")]
-    asked = arrays_of(request(rows_of(10, shared=True)))
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
-    assert process.stdout is not None
-    url = next(line for line in process.stdout if "ready at" in line).split()[3]
-    with CriticClient(url) as critic:
-        critic.train(**asked).result(60)
-        name = critic.save().name
-        critic.train(**asked).result(60)
-    process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[0].splitlines()
-    assert process.returncode == 0
-    assert said == [
-        "guerdon: stopped; requests answered: 3, refused or failed: 0",
-        f"guerdon: critic stopped at step 6: in {tmp_path / 'critic'} step 3 is saved as {name}, train "
-        "requests journalled since then: 1; the same command resumes there",
-    ]
-
-
-def test_a_stopped_critic_without_a_folder_says_what_is_lost(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_stopped_critic_says_what_is_saved_journalled_or_lost(
+    is_kept: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = arrays_of(request(rows_of(10, shared=True)))
+    asked, saved = arrays_of(request(rows_of(10, shared=True))), []
 
-    def run(service: Service, config: ServerConfig, on_started: Callable[[str, str | None], None]) -> None:
-        """Serves two trains instead of serving until a signal comes."""
-        with RunningServer(service, config) as server, CriticClient(server.http_url) as critic:
-            on_started(server.http_url, server.grpc_url)
-            for _ in range(2):
-                critic.train(**asked).result(60)
+    def ask(url: str) -> None:
+        with CriticClient(url) as critic:
+            critic.train(**asked).result(60)
+            saved.extend([critic.save().name] if is_kept else [])
+            critic.train(**asked).result(60)
 
-    monkeypatch.setattr("guerdon.server.runtime.run", run)
+    monkeypatch.setattr("guerdon.server.runtime.run", served.briefly(ask))
     command = ["serve-critic", str(folder / "model"), "--port", "0", "--no-grpc", "--global-batch-size", str(GBS)]
+    command += ["--checkpoint-dir", str(tmp_path / "critic")] if is_kept else []
     assert cli.main(command) == Exit.DONE
     said = capsys.readouterr().out.splitlines()
     assert "ready at http://127.0.0.1:" in said[-3]
     assert said[-2:] == [
-        "guerdon: stopped; requests answered: 2, refused or failed: 0",
-        "guerdon: critic stopped at step 6; WHAT IT LEARNED IS LOST, because there is no --checkpoint-dir",
+        f"guerdon: stopped; requests answered: {3 if is_kept else 2}, refused or failed: 0",
+        f"guerdon: critic stopped at step 6: in {tmp_path / 'critic'} step 3 is saved as {saved[0]}, train "
+        "requests journalled since then: 1; the same command resumes there"
+        if is_kept
+        else "guerdon: critic stopped at step 6; WHAT IT LEARNED IS LOST, because there is no --checkpoint-dir",
     ]

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import itertools
 import re
 import shlex
 import subprocess
@@ -24,7 +23,7 @@ from guerdon import cli
 from guerdon.adapters import trl, trl_critic, trlx, verl
 from guerdon.cli.doctor_model import examine_model
 from guerdon.engine.native.library import find
-from guerdon.errors import ConfigError
+from guerdon.errors import ConfigError, Exit
 from guerdon.server.metrics import COLLECTED, TABLE
 from guerdon.server.runtime import check_addresses
 from guerdon.settings.actors import DistillRunConfig, PPORunConfig, ReinforceRunConfig
@@ -32,7 +31,7 @@ from guerdon.settings.config import ModelConfig, ServerConfig
 from guerdon.settings.fields import from_mapping
 from guerdon.settings.yaml_files import read_yaml
 from processes import environment
-from served import running
+from served import briefly, running
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -271,16 +270,12 @@ def test_a_server_shows_them(folder: Path) -> None:
     assert shown["proofs"] == PROOFS
 
 
-def test_the_command_prints_them(folder: Path) -> None:
-    command = [sys.executable, "-m", "guerdon", "serve", str(folder), "--name", "rm", "--port", "0", "--grpc-port", "0"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
-    ) as process:
-        assert process.stdout is not None
-        lines = list(itertools.takewhile(lambda line: "ready at" not in line, process.stdout))
-        process.terminate()
-        process.communicate(timeout=60)
-    assert f"guerdon: rm, proved: {'; '.join(PROOFS)}\n" in lines, lines
+def test_the_command_prints_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("guerdon.server.runtime.run", briefly())
+    assert cli.main(["serve", str(folder), "--name", "rm", "--port", "0", "--grpc-port", "0"]) == Exit.DONE
+    assert f"guerdon: rm, proved: {'; '.join(PROOFS)}\n" in "".join(capsys.readouterr())
 
 
 def test_the_doctor_shows_them(folder: Path, tmp_path: Path) -> None:

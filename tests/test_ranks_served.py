@@ -77,8 +77,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
-@pytest.mark.timeout(300)  # four starts of a process, each of many imports
-def test_two_ranks_serve_what_one_serves_lose_one_come_back_and_leave(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.timeout(300)  # starts of processes, each of many imports
+def test_two_ranks_serve_what_one_serves_and_leave(folder: Path, tmp_path: Path) -> None:
     asked = samples(14)
     whole, labels = texts(asked), [s["label"] for s in asked]
     with sums(folder) as one:
@@ -89,16 +89,14 @@ def test_two_ranks_serve_what_one_serves_lose_one_come_back_and_leave(folder: Pa
             {"model": str(folder / "rm"), "name": "helpful", "deterministic": True},
             {"model": "served:agreement", "name": "agreement"},
             {"model": "served:flaky", "name": "flaky"},
-            {"model": "rank_functions:length", "name": "length"},
         ],
         "rewards": [
             {"name": "total", "components": [{"model": "helpful"}, {"model": "agreement", "weight": 0.5, "clip": 3.0}]}
         ],
     }
     (tmp_path / "server.yaml").write_text(yaml.safe_dump(settings))
-    grpc, slow = f"127.0.0.1:{free_port()}", tmp_path / "slow"
-    arguments = ("--config", tmp_path / "server.yaml", "--grpc-port", grpc.split(":")[1])
-    with serving(*arguments, options=RESTARTS, SLOW_FILE=str(slow)) as (launch, url):
+    grpc = f"127.0.0.1:{free_port()}"
+    with serving("--config", tmp_path / "server.yaml", "--grpc-port", grpc.split(":")[1]) as (launch, url):
         for address in (url, f"grpc://{grpc}"):
             assert score(address, "helpful", texts=whole).rewards == pytest.approx(wanted_helpful, abs=1e-6)
             assert score(address, "total", texts=whole, labels=labels).rewards == pytest.approx(wanted, abs=1e-6)
@@ -109,9 +107,22 @@ def test_two_ranks_serve_what_one_serves_lose_one_come_back_and_leave(folder: Pa
         metrics = httpx.get(url + "/metrics").text
         assert 'guerdon_ranks{kind="data"} 2.0' in metrics
         assert 'guerdon_gather_seconds_count{command="forward"}' in metrics
-        first = launch.rank(0).pid
 
-        # A follower dies amid a forward: who waits is told so, who retries gets the answer of those that come next.
+        # What one of them is told to do, all do.
+        launch.rank(1).send_signal(signal.SIGTERM)
+        assert exit_code(launch) == 0, launch.output()
+        assert is_free(url)
+        assert "Traceback" not in launch.output(), launch.output()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_follower_that_dies_amid_a_forward_is_told_of_and_all_come_back(tmp_path: Path) -> None:
+    """Who waits is told so, who retries gets the answer of those that come next."""
+    slow = tmp_path / "slow"
+    arguments = ("rank_functions:length", "--name", "length", "--no-grpc")
+    with serving(*arguments, options=RESTARTS, SLOW_FILE=str(slow)) as (launch, url):
+        first = launch.rank(0).pid
         told: list[BaseException] = []
         patient: list[float] = []
 
@@ -139,11 +150,8 @@ def test_two_ranks_serve_what_one_serves_lose_one_come_back_and_leave(folder: Pa
         assert patient == [3.0, 2.0], launch.output()
         wait_until_ready(launch, url)
         assert launch.rank(0).pid != first
-
-        # What one of them is told to do, all do.
         launch.rank(1).send_signal(signal.SIGTERM)
         assert exit_code(launch) == 0, launch.output()
-        assert is_free(url)
         assert "Traceback" not in launch.output(), launch.output()
 
 

@@ -28,6 +28,8 @@ from guerdon.server.metrics import Metrics
 from guerdon.settings.config import ModelConfig
 from training.critics import build, same, weights
 
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
 LONG = 100
 """Tokens of a batch with which the attention begins to fail, which is more than any probe of the start has."""
 NOT_COMPATIBLE = RuntimeError("view size is not compatible with input tensor's size and stride\nUse .reshape(...).")
