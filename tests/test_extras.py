@@ -56,7 +56,8 @@ def code_of(extra: str) -> list[str]:
     return sorted(path for path, name in own.items() if name == extra and not path.startswith("adapters"))
 
 
-def third_party(path: str) -> Iterator[tuple[str, bool]]:
+@functools.cache
+def third_party(path: str) -> list[tuple[str, bool]]:
     """The top names that a module imports, the standard library's left out, and whether inside a function."""
 
     def walk(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:
@@ -70,9 +71,8 @@ def third_party(path: str) -> Iterator[tuple[str, bool]]:
             yield from walk(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
 
     tree = ast.parse((ROOT / "src/guerdon" / path).read_text(encoding="utf-8"))
-    for name, inside in walk(tree, False):
-        if (top := name.split(".")[0]) not in sys.stdlib_module_names and top != "guerdon":
-            yield top, inside
+    tops = [(name.split(".")[0], inside) for name, inside in walk(tree, False)]
+    return [(top, inside) for top, inside in tops if top not in sys.stdlib_module_names and top != "guerdon"]
 
 
 def modules_of(extra: str) -> set[str]:

@@ -1,7 +1,6 @@
 """Samples without a score are logged, one line a minute for each model, and without their texts."""
 
 import logging
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,10 +11,8 @@ from guerdon.core import Score
 from guerdon.errors import InvalidRequest, NoVerdict
 from guerdon.server import failure_log
 from guerdon.server.failure_log import FailureLog
-from guerdon.server.runtime import RunningServer
-from guerdon.server.service import Service
-from guerdon.settings.config import ServerConfig
 from scorers import NAN
+from served import briefly
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -50,12 +47,11 @@ def test_a_minutes_failures_are_one_line(caplog: pytest.LogCaptureFixture, monke
 
 
 def test_a_server_that_stops_counts_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(service: Service, config: ServerConfig, on_started: Callable[[str, str | None], None]) -> None:
-        """Serves one request instead of serving until a signal comes."""
-        with RunningServer(service, config) as server, RewardClient(server.http_url) as client:
+    def ask(url: str) -> None:
+        with RewardClient(url) as client:
             assert np.isnan(client.score(tokens=[[NAN], [1]]).rewards).sum() == 1
 
-    monkeypatch.setattr("guerdon.server.runtime.run", run)
+    monkeypatch.setattr("guerdon.server.runtime.run", briefly(ask))
     assert cli.main(["serve", "scorers:score", "--port", "0", "--no-grpc"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == (
         "guerdon: stopped; requests answered: 1, refused or failed: 0; samples without a score: 1"
