@@ -17,6 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+import served
 from disks import fill, remount, small_disk
 from guerdon import CriticClient, RetryPolicy, RewardClient, cli, durable
 from guerdon.actor.run_checkpoints import CheckpointSaver, RunCheckpoints, RunState
@@ -111,8 +112,7 @@ def test_scores_that_are_made_again_leave_the_file_as_it_was_where_the_disk_is_f
 @by_itself
 def test_the_command_tells_of_a_full_or_read_only_disk_in_one_line(rows: Path, disk: Path) -> None:
     small_disk(disk)
-    config = ServerConfig(port=0, grpc_port=None)
-    with RunningServer(EchoService(), config) as server:
+    with served.running(build=EchoService) as server:
         argv = ["score", "--server", server.http_url, str(rows), "-o", str(disk / "out.jsonl")]
         filling = fill(disk)
         full = io.StringIO()

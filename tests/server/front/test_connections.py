@@ -148,8 +148,7 @@ def test_a_body_that_drips_is_read_on(server):
 @tried_again
 def test_bodies_announced_and_never_sent_leave_room_for_others():
     """Two of them have all the room that there is, for as long as a body may pause."""
-    config = ServerConfig(port=0, grpc_port=None, max_body_mb=4, max_bodies_mb=8, **TIMES)
-    with RunningServer(EchoService(), config) as server:
+    with served.running(build=EchoService, max_body_mb=4, max_bodies_mb=8, **TIMES) as server:
         held = [connect(server) for _ in range(2)]
         for connection in held:
             connection.sendall(post(b"", b"Content-Length: %d" % (4 << 20)))
@@ -180,8 +179,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("num_rows", [3, 200])
 def test_readers_that_do_not_read_are_left(small_buffers, num_rows):
     """Those of a large answer, and those of one that a transport takes without waiting."""
-    config = ServerConfig(port=0, grpc_port=None, **TIMES)
-    with RunningServer(EchoService(), config) as server, connect(server, receive_bytes=2048) as connection:
+    with served.running(build=EchoService, **TIMES) as server, connect(server, receive_bytes=2048) as connection:
         ask = body_of([[7] * 4000] * num_rows, outputs=[{"name": "values"}])
         connection.sendall(post(ask, b"Content-Length: %d" % len(ask), path="/v2/models/many/infer"))
         process = psutil.Process()
@@ -415,8 +413,7 @@ def test_connections_beyond_the_limit_are_told_so_and_others_go_on():
 
 
 def test_a_new_connection_ends_the_one_that_rests_longest():
-    config = ServerConfig(port=0, grpc_port=None, max_connections=4, header_timeout_s=120.0, idle_timeout_s=120.0)
-    with RunningServer(EchoService(), config) as server:
+    with served.running(build=EchoService, max_connections=4, header_timeout_s=120.0, idle_timeout_s=120.0) as server:
         held = [connect(server) for _ in range(4)]
         for connection in (held[2], held[0], held[1], held[3], held[2]):  # the order in which they begin to rest
             connection.sendall(LIVE)

@@ -7,6 +7,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+import served
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve_grpc
@@ -200,6 +201,5 @@ def test_bodies_in_progress_are_bounded_together():
 
 
 def test_a_message_may_be_as_large_as_grpc_can_count():
-    config = ServerConfig(port=0, grpc_port=0, max_body_mb=4096)
-    with RunningServer(EchoService(), config) as server, stub_of(server) as stub:
+    with served.running(build=EchoService, grpc_port=0, max_body_mb=4096) as server, stub_of(server) as stub:
         assert stub.ModelInfer(message([5])).outputs[0].shape == [1]

@@ -158,8 +158,7 @@ def large_answers_call() -> bytes:
 def test_answers_that_are_not_read_end_and_leave_nothing(monkeypatch, method):
     """Until then they hold the room of bodies that they had; their client answers pings, and stays."""
     monkeypatch.setattr(grpc_server, "LEAST_BYTES_PER_S", 1 << 30)
-    config = ServerConfig(port=0, grpc_port=0, max_body_mb=1, max_bodies_mb=2, write_timeout_s=3.0)
-    with RunningServer(EchoService(), config) as server:
+    with served.running(build=EchoService, grpc_port=0, max_body_mb=1, max_bodies_mb=2, write_timeout_s=3.0) as server:
         raw = raw_client(server)
         raw.ask(method, large_answers_call())  # its answer takes all the room
         wait_until(lambda: outcomes(server.http_url).get(("many", "ok")) == 1)

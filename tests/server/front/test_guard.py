@@ -273,8 +273,7 @@ def answer_to(server: RunningServer, head: bytes) -> int:
 )
 def test_by_which_names_a_server_without_keys_is_reached(settings: dict[str, Any], wanted: dict[str, int]) -> None:
     """On a network clients know it by names that it cannot know, unless it is told them."""
-    config = ServerConfig(port=0, grpc_port=None, allow_anonymous=True, **settings)
-    with RunningServer(EchoService(), config) as server:
+    with served.running(build=EchoService, allow_anonymous=True, **settings) as server:
         url = server.http_url.replace("0.0.0.0", "127.0.0.1")
         for name, status in wanted.items():
             answer = httpx.get(url + "/metrics", headers={"Host": name})
