@@ -62,11 +62,11 @@ def check(folder: Path, num_ranks: int, models: tuple[str, ...], *layouts: str, 
 
 @pytest.mark.timeout(300)
 def test_two_ranks(folder: Path) -> None:
-    """Tensor parallel and FSDP, with micro-batches, shared prompts and unequal numbers of rows.
+    """Tensor parallel, with micro-batches and shared prompts; nothing is there but what the extra `server` brings.
 
-    Nothing is installed there but what the extra `server` brings.
+    FSDP trains in tests/training/test_training_ranks.py, and in the slow ones below, with unequal numbers of rows.
     """
-    check(folder, 2, ("qwen3",), "2", "1f", python=linked("server", folder / "server").python)
+    check(folder, 2, ("qwen3",), "2", python=linked("server", folder / "server").python)
 
 
 @pytest.mark.slow
