@@ -41,7 +41,6 @@ with httpx.Client(base_url=url, timeout=60) as http:
         assert done["weight_version"] == str(step)
         print("done", step, done["weights_version"], flush=True)
 """
-NUM_UPDATES = 50
 
 
 def stepped(base: Path, step: int, folder: Path) -> Path:
@@ -57,7 +56,8 @@ def stepped(base: Path, step: int, folder: Path) -> Path:
 
 
 @pytest.mark.timeout(300)
-def test_fifty_updates_under_load_with_trainers_killed_amid_some(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_updates", "num_kills"), [(16, 2), pytest.param(50, 6, marks=pytest.mark.slow)])
+def test_updates_under_load_with_trainers_killed_amid_some(num_updates: int, num_kills: int, tmp_path: Path) -> None:
     base = zoo.checkpoint("llama", tmp_path / "rm")
     replies: dict[str, list[np.ndarray]] = {}
     is_over = threading.Event()
@@ -78,11 +78,11 @@ def test_fifty_updates_under_load_with_trainers_killed_amid_some(tmp_path: Path)
         for thread in threads:
             thread.start()
         try:
-            while first < NUM_UPDATES:
+            while first < num_updates:
                 argv = [sys.executable, "-c", TRAINER, server.http_url, str(base / "model.safetensors")]
-                trainer = subprocess.Popen([*argv, str(first), str(NUM_UPDATES)], stdout=subprocess.PIPE, text=True)
+                trainer = subprocess.Popen([*argv, str(first), str(num_updates)], stdout=subprocess.PIPE, text=True)
                 assert trainer.stdout is not None
-                kill_at, begun = (first + 5, -1) if num_killed < 6 else (NUM_UPDATES, -1)
+                kill_at, begun = (first + 5, -1) if num_killed < num_kills else (num_updates, -1)
                 for line in trainer.stdout:
                     what, step, *version = line.split()
                     if what == "done":
@@ -105,11 +105,11 @@ def test_fifty_updates_under_load_with_trainers_killed_amid_some(tmp_path: Path)
             is_over.set()
             for thread in threads:
                 thread.join(60)
-    assert num_killed == 6 and len(versions) + len(torn) >= NUM_UPDATES - 1
+    assert num_killed == num_kills and len(versions) + len(torn) >= num_updates - 1
     wanted = {
         step: zoo.reference(stepped(base, step, tmp_path / "steps"), ROWS) for step in {*versions.values(), *torn}
     }
-    assert len(replies) > 10
+    assert len(replies) > num_updates / 5
     for version, rewards in replies.items():
         if version == origin:
             choices = [zoo.reference(base, ROWS)]
