@@ -99,7 +99,11 @@ def test_messages_that_do_not_come_end_and_give_their_places_back():
 
 def test_one_client_cannot_have_all_the_places_in_which_messages_come(tmp_path):
     config = keyed(tmp_path, max_body_mb=1, max_bodies_mb=4, read_timeout_s=120)
-    with RunningServer(EchoService(), config) as server, channel_to(server) as channel, channel_to(server) as other:
+    with (
+        served.running(config=config, build=EchoService) as server,
+        channel_to(server) as channel,
+        channel_to(server) as other,
+    ):
         unsent = Unsent(channel, 20, SCORE)
         time.sleep(0.2)
         assert code_of(stub_of(other).ModelInfer, message([5]), TRAIN) == "OK"
@@ -282,7 +286,7 @@ def test_health_answers_also_when_the_gate_is_full():
 
 
 def test_no_message_is_read_of_whoever_has_no_key(tmp_path):
-    with RunningServer(EchoService(), keyed(tmp_path)) as server, channel_to(server) as channel:
+    with served.running(config=keyed(tmp_path), build=EchoService) as server, channel_to(server) as channel:
         unsent = Unsent(channel, 3, "a-key-that-nobody-has")
         for call in unsent.calls:
             assert call.code() is grpc.StatusCode.UNAUTHENTICATED
