@@ -403,9 +403,18 @@ def reference_tokens(folder: Path, sequences: list[np.ndarray], dtype: torch.dty
 
 def assert_values(made: list[np.ndarray], folder: Path, sequences: list[np.ndarray]) -> None:
     """Fails if values float32 `B x [T]` stand four times farther from float64's than plain float32 itself does."""
-    exact = np.concatenate(reference_tokens(folder, sequences, torch.float64))[:, 0]
-    rounding = np.abs(np.concatenate(reference_tokens(folder, sequences))[:, 0] - exact).max()
-    np.testing.assert_allclose(np.concatenate(made), exact, atol=4 * rounding + 1e-6, rtol=0)
+    both = (reference_tokens(folder, sequences, dtype) for dtype in (torch.float64, torch.float32))
+    exact, plain = (np.concatenate(values)[:, 0] for values in both)
+    _assert_within_rounding(np.concatenate(made), exact, plain)
+
+
+def assert_rewards(made: list[float], folder: Path, sequences: list[np.ndarray]) -> None:
+    """The same of rewards `[B]`."""
+    _assert_within_rounding(made, *(reference(folder, sequences, dtype) for dtype in (torch.float64, torch.float32)))
+
+
+def _assert_within_rounding(made: Any, exact: np.ndarray, plain: np.ndarray) -> None:
+    np.testing.assert_allclose(made, exact, atol=4 * np.abs(plain - exact).max() + 1e-6, rtol=0)
 
 
 def _trunk(folder: Path, kind: str, dtype: torch.dtype) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import http.client
 import os
 import re
 import socket
@@ -55,6 +56,14 @@ def until_closed(connection: socket.socket) -> bytes:
     except ConnectionResetError:
         parts.append(b"(reset)")
     return b"".join(parts)
+
+
+def next_status(connection: socket.socket) -> int:
+    """The status of the next answer, which is read whole: head and body may come in packets of their own."""
+    with http.client.HTTPResponse(connection) as answer:
+        answer.begin()
+        answer.read()
+        return answer.status
 
 
 _ECHO = """\

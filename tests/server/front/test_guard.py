@@ -25,7 +25,7 @@ from served import Serve
 from server.arithmetic_critic import ArithmeticService
 from server.echo_service import CRASH_TOKEN, EchoService
 from server.front.test_grpc_hostile import message
-from server.helpers import INFER, body_of, wait_until
+from server.helpers import INFER, body_of, next_status, wait_until
 from server.keys import ADMIN, KEYS, SCORE, TRAIN, bearer, keyed
 
 OPERATIONS = [f"critic_{operation}" for operation in Operation]
@@ -259,7 +259,7 @@ def answer_to(server: RunningServer, head: bytes) -> int:
     host, port = server.http_url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(head)
-        return int(connection.recv(65536).split()[1])
+        return next_status(connection)
 
 
 @pytest.mark.parametrize(
