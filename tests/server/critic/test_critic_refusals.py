@@ -348,6 +348,26 @@ async def test_a_trainer_that_reports_broken_weights_is_a_fault(tmp_path: Path) 
             await values(service, 1)
 
 
+@pytest.mark.parametrize(("part", "method"), [("progress", "count"), ("store", "keep_estimates")])
+async def test_what_fails_behind_a_trained_request_is_a_fault_and_trains_nothing_twice(
+    tmp_path: Path, part: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights have learnt from it, and nothing says so: only a restart knows again what they are."""
+
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    async with running(tmp_path) as service:
+        await train(service, request("a", 1))
+        monkeypatch.setattr(getattr(service.critic, part), method, fails)
+        for _ in range(2):
+            with pytest.raises(ServerFault, match="broken down"):
+                await train(service, request("b", 2))
+    async with running(tmp_path) as service:
+        assert (await state(service)).step == 1
+        assert [(await train(service, request("b", 2))).step for _ in range(2)] == [2, 2]
+
+
 # --- what is told -----------------------------------------------------------------------------------------------------
 
 

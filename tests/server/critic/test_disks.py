@@ -109,7 +109,7 @@ def test_a_withdrawal_that_the_disk_refuses_is_made_up_for_before_anything_else(
         fails = critic.trainer.train
         critic.trainer.train = lambda *more: (remount(tmp_path, "ro"), fails(*more))[1]
         for asked in (NOTHING, NOTHING, B):
-            with pytest.raises(StorageFailed, match="cannot note what became of a train request"):
+            with pytest.raises(StorageFailed, match="cannot record how a train request ended"):
                 critic.train(asked)
         critic.trainer.train = fails
         remount(tmp_path, "rw")
@@ -278,7 +278,7 @@ def test_a_failure_is_reported_only_after_its_record_is_gone(
                 }[how]
 
             patch.setattr(critic.trainer, "train", fail)
-            with pytest.raises(StorageFailed, match="cannot note what became of a train request"):
+            with pytest.raises(StorageFailed, match="cannot record how a train request ended"):
                 critic.train(B)
             assert status.is_ready(critic.service) is (how != "broke down")
     with Driver(tmp_path) as critic:
@@ -308,7 +308,7 @@ def test_a_record_that_can_neither_be_kept_nor_removed_is_removed_before_anythin
                 critic.train(B)
             assert "journal/000000000003.safetensors" in names(tmp_path)
             patch.setattr(Path, "rename", really_rename)
-            with pytest.raises(StorageFailed, match="cannot note what became of a train request"):
+            with pytest.raises(StorageFailed, match="cannot record how a train request ended"):
                 critic.train(C)
         critic.train(C)
         assert "journal/000000000003.safetensors" not in names(tmp_path)

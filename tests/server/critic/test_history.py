@@ -227,7 +227,7 @@ def test_nobody_is_answered_before_the_mark_is_on_the_disk(tmp_path: Path, monke
 
             critic.trainer.train = train_and_break  # type: ignore[method-assign]
             for asked in (B, B, A, C):  # once it is done, known, known from before, and new
-                with pytest.raises(StorageFailed, match="cannot note what became of a train request"):
+                with pytest.raises(StorageFailed, match="cannot record how a train request ended"):
                     critic.train(asked)
         critic.trainer.train = trains  # type: ignore[method-assign]
         assert critic.train(B).step == 2 and critic.trainer.trained == ["a", "b"]

@@ -268,13 +268,14 @@ class Critic:
             try:
                 with self._withdrawing(position):
                     report: TrainReport = group.execute(Command(Signal.TRAIN, self.name, ask=request))
+                    self.metrics.observe("guerdon_train_seconds", time.monotonic() - journalled, self.name)
+                    self.progress.count(report)
+                    self.store.keep_estimates(request)
             except TrainFailed as e:
                 self._look_for_fault()
                 with self._showing():
                     self.store.finish(request, position, TrainOutcome(digest, None, str(e), e.num_steps))
                 raise
-            self.metrics.observe("guerdon_train_seconds", time.monotonic() - journalled, self.name)
-            self.progress.count(report)
             with self._showing():
                 self.store.finish(request, position, TrainOutcome(digest, report))
             counted = "ok"

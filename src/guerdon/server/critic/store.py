@@ -146,9 +146,7 @@ class Journal:
         """Catches up on marks and removals that the disk refused; raises StorageFailed while it still does."""
         if not self._owed:
             return
-        with storing(
-            "the journal cannot note what became of a train request, which must be before another or its answer"
-        ):
+        with storing("the journal cannot record how a train request ended; until it can, none is accepted or answered"):
             for path, renamed in list(self._owed.items()):
                 if path.exists():
                     path.rename(renamed) if renamed else path.unlink()
@@ -288,10 +286,14 @@ class Store:
             self._begun = self._journal.append(self._settings, content, digest) if self.is_durable else 0
             return self._begun
 
+    def keep_estimates(self, request: TrainRequest) -> None:
+        """Keeps a trained request's advantages and returns; before `finish`, for from then on it may not fail."""
+        self._answered.keep(request)
+
     def finish(self, request: TrainRequest, position: int, outcome: TrainOutcome) -> None:
         """Records the outcome of an accepted train request before it is acknowledged.
 
-        Raises StorageFailed if the disk refuses; then nothing may be acknowledged until it succeeds.
+        Raises StorageFailed if the disk refuses; then nothing may be acknowledged until `Journal.settle` succeeds.
         """
         with self._writing():
             self._keep(request, outcome)
@@ -435,6 +437,7 @@ class Store:
         command = Command(Signal.TRAIN, self._name, ask=record.request, first_batches=record.num_batches)
         report: TrainReport = lead(command)
         if record.num_batches is None:
+            self.keep_estimates(record.request)
             outcome = TrainOutcome(record.digest, report)
             if not record.is_done:
                 self._finish_replayed(record.request, record.position, outcome)
@@ -502,8 +505,6 @@ class Store:
     def _keep(self, request: TrainRequest, outcome: TrainOutcome) -> None:
         self._outcomes.pop(request.id, None)
         self._outcomes[request.id] = outcome
-        if outcome.report is not None:
-            self._answered.keep(request)
         if len(self._outcomes) > MOST_OUTCOMES:
             oldest = next(iter(self._outcomes))
             del self._outcomes[oldest]
