@@ -102,8 +102,8 @@ class Score:
     """The result for one sequence: `reward` is the scalar, NaN if the model gives none.
 
     `attributes` are float32 `[A]`, `values` float32 `[T]`, `steps` float32 `[K]`. `answer` is to the `ask`, of the
-    kind's own type; its `numbers()` are what two computations of it must agree on. `names` are the attributes' if the
-    sample has more than its model names.
+    kind's own type (a judge has one for each question, none for a sample); its `numbers()` are what two computations of
+    it must agree on. `names` are the attributes' if the sample has more than its model names.
     """
 
     reward: float
@@ -226,7 +226,7 @@ class Executor(Protocol):
 class ModelInfo:
     """A served model's description for transports and clients.
 
-    `outputs` names what it returns, from `rewards`, `attributes`, `values`, `step_rewards`, `logprobs`;
+    `outputs` names what it returns, of those in `wire.schema.OUTPUTS`;
     `attribute_names` are the columns of `attributes`, empty if unknown; if the reward is their weighted sum,
     `attribute_weights` are the weights. Without `merges_attributes` the tensor `rewards` has a column for each
     attribute. `max_length` and `vocab_size` bound what is accepted, None if unbounded. `takes_prompts` and

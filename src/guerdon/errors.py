@@ -210,7 +210,7 @@ class ServerFault(GuerdonError):
 class TrainFailed(ServerFault):
     """A train request broke off; `num_steps` counts its leading global batches, which stand.
 
-    The same id gets this error again.
+    The same id gets this error again; if nothing stands, only until a restart.
     """
 
     def __init__(self, message: str, num_steps: int = 0) -> None:

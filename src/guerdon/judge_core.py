@@ -89,7 +89,8 @@ class Comparing:
     scores: GroupScores = "bradley_terry"
 
 
-VALUE, SIDE, OTHER, ENTROPY = range(4)
+NUM_READINGS = 4
+VALUE, SIDE, OTHER, ENTROPY = range(NUM_READINGS)
 """Rows of a judge's answers, float64 `[4,K]` for K criteria: the value that `verdict` chooses, the likeliest label's
 value, the probability of no label, and the entropy over the labels' values."""
 
@@ -204,7 +205,7 @@ class Rubric:
         than `max_other_mass` to other tokens.
         """
         places = [i for i, one in enumerate(logprobs) if isinstance(one, np.ndarray)]
-        whole = np.full((4, len(logprobs)), np.nan)
+        whole = np.full((NUM_READINGS, len(logprobs)), np.nan)
         told = np.array([logprobs[i] for i in places], np.float64).reshape(-1, len(self.labels))
         whole[:, places] = self.read(told, verdict)
         is_bad = (whole[OTHER] > max_other_mass) | ~np.isfinite(whole[VALUE])

@@ -163,8 +163,8 @@ def check_copies(forward: Forward, row: np.ndarray) -> None:
 def why_bits_differ(forward: Forward, path: str, rows: list[np.ndarray], together: dict[int, Tensor]) -> str:
     """Returns why a row's states may have other bits in another batch, empty if they have the same; for CPUs.
 
-    Compares the rows' readable states from one packed batch, by row, with those in another order, without sharing, and
-    with some alone. The path's attention must be in use.
+    Compares the rows' readable states from one packed batch, by row, with those of one batch in another order without
+    sharing, and of some rows alone. The path's attention must be in use.
     """
     if path == "shared":
         return "a prompt that sequences share is computed before them"
@@ -186,7 +186,7 @@ def why_bits_differ(forward: Forward, path: str, rows: list[np.ndarray], togethe
     if chosen != {forms.NATIVE.name}:
         return f"attention by {', '.join(sorted(chosen - {forms.NATIVE.name}))}"
     different = {i for other in others for i, state in other.items() if not is_equal(state, together[i])}
-    return f"{len(different)} of {len(rows)} sequences have others in another one" if different else ""
+    return f"{len(different)} of {len(rows)} sequences had other bits in another batch" if different else ""
 
 
 def row_states(forward: Forward, path: str, rows: list[np.ndarray]) -> list[Tensor]:

@@ -5,7 +5,8 @@ only: on AMD's, oneDNN, which PyTorch brings as well, is more than twice as fast
 AVX2 as fast. `benchmarks/RESULTS.md` has the figures. oneDNN gives a row the same bits among any number of rows, with
 any number of threads, but for a row alone, which it computes by other code: it is computed twice.
 
-oneDNN has no products of half precision on some processors. There PyTorch's are used, which keep the bits as well.
+Where oneDNN has no products of a dtype, or they do not agree, PyTorch's are used: in half precision these keep the bits
+as well, and in float32 the start finds that they do not.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from guerdon.core import Score
 from guerdon.errors import GuerdonError, InvalidRequest, named
 from guerdon.judge_core import (
     ENTROPY,
+    NUM_READINGS,
     OTHER,
     SIDE,
     VALUE,
@@ -160,7 +161,7 @@ class PlanOfPairs:
     def judge(self, answers: list[np.ndarray | GuerdonError]) -> Judgement:
         """Returns the samples' scores, as `Plan.judge`."""
         failed: dict[int, GuerdonError] = {}
-        told = np.full((4, len(self._pairs), 2, len(self._rubric.criteria)), np.nan)
+        told = np.full((NUM_READINGS, len(self._pairs), 2, len(self._rubric.criteria)), np.nan)
         for (c, order), answer in zip(self._asked, answers, strict=True):
             if isinstance(answer, GuerdonError):
                 failed[c] = answer

@@ -33,9 +33,10 @@ class Field:
 
     `at` is the attribute of the request that it fills, or of a sample's Score that it shows: `answer.NAME` is one of
     the kind's own answer. An input fills it with a list of texts, JSON values or int64 rows, with the axes "B 1" int64
-    `[B]`. An output shows a number with the axes "B 1", or the length of an array; with others an array of as many axes
+    `[B]`. An output with the axes "B 1" shows a number, or an array's length; with others an array of as many axes
     without B. None is a sample that has none. `pad` fills rows behind their end. The datatype is the model's own if it
-    is empty. Clients such as PyTriton's send and request all that the config lists, so it lists only what `is_listed`.
+    is empty. Triton's config and replies to requests that name no outputs have only what `is_listed`, for
+    clients such as PyTriton's send and request all that the config lists.
     """
 
     name: str

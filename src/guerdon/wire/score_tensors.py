@@ -355,7 +355,7 @@ def _rounds_hidden(request: InferRequest) -> bool:
 
 
 def _output(field: Field, reply: ScoreReply, request: InferRequest, info: ModelInfo) -> Tensor | None:
-    """Returns the output, None if there are scores, and none has it."""
+    """Returns the output, None if there are scores and none has it, unless a kind's answers have it by its row."""
     name, results = field.name, reply.results
     if field is schema.REWARDS and not info.merges_attributes:
         attributes = _output(schema.ATTRIBUTES, reply, request, info)

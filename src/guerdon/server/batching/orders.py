@@ -71,7 +71,7 @@ class Order:
             check_device(e)
         else:
             with contextlib.suppress(InvalidStateError):
-                self.outcome.set_result(result)
+                self.outcome.set_result(result)  # for a critic's operation the acknowledgement
         if then is not None:
             try:
                 then(group)

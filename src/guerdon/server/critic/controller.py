@@ -1,8 +1,8 @@
 """A critic that learns while it serves: its operations are checked, journalled, done and answered, one at a time.
 
-A train request is on the disk before it is applied, and its outcome is kept by its id: once acknowledged it is never
-lost and never applied twice. A critic's state is in three objects: the controller has the queue and the weights'
-soundness, the store the durable state, the progress the metrics.
+With `checkpoint_dir` a train request is on the disk before it is applied, and its outcome is kept by its id: once
+acknowledged it is never lost and never applied twice. A critic's state is in three objects: the controller has the
+queue and the weights' soundness, the store the durable state, the progress the metrics.
 """
 
 from __future__ import annotations

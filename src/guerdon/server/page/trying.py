@@ -180,7 +180,7 @@ def _result(
     if ids is None or len(ids[0]) != length:  # what was cut at the start or the end
         return told
     told["tokens"] = _tokens(ids, score, tokenizer)
-    if score is not None and score.answer is not None:
+    if score is not None and isinstance(score.answer, TokenLogprobs):
         assert score.answer.logprobs is not None
         own = score.answer.logprobs[max(0, common_prefix(*ids) - 1) :]
         told["attributes"] = {"log-prob of the response": own.sum(), "per token": own.mean()} if len(own) else {}
@@ -203,7 +203,7 @@ def _tokens(ids: tuple[np.ndarray, np.ndarray], score: Score | None, tokenizer: 
     if score is not None and score.values is not None:
         for token, value in zip(made, score.values.tolist(), strict=True):
             token["value"] = value
-    if score is not None and score.answer is not None:
+    if score is not None and isinstance(score.answer, TokenLogprobs):
         _add_logprobs(made[1:], score.answer, tokenizer)
     return made
 
