@@ -120,6 +120,7 @@ def compared(port: int) -> np.ndarray:
         return np.stack([*threads.map(ask, range(20))])
 
 
+@pytest.mark.slow
 def test_no_verdict_on_200_pairs_is_paid_for_twice(tmp_path: Path) -> None:
     """Killed at each point; 400 questions, since each pair is asked in both orders."""
     port = free_port()

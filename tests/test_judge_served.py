@@ -36,6 +36,7 @@ from judged import (
 )
 from served import Serve
 from server.helpers import wait_until
+from tiers import asked, of_each_kind, slow_but
 
 NAMES = [*zoo.DECODERS, *zoo.LANGUAGE_MODELS]
 COMPONENTS = (*CRITERIA, "other_mass", "label_entropy")
@@ -47,8 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, serve: Serve) -> RunningServer:
-    """A judge of every architecture; others with a real family's template, without one, and of the likeliest label."""
+def server(folder: Path, serve: Serve, request: pytest.FixtureRequest) -> RunningServer:
+    """A judge of each architecture that is tried; others with a real template, without one, of the likeliest label."""
     rubric = judged.write(folder)
     referring = judged.write(folder, judged.RUBRIC.replace("{prompt}", "{reference}"), "referring.yaml")
 
@@ -56,17 +57,18 @@ def server(folder: Path, serve: Serve) -> RunningServer:
         model = str(folder / (of or name))
         return JudgeConfig(model=model, name=name, rubric=rubric, max_other_mass=bound, **settings)  # type: ignore[arg-type]
 
-    for name in NAMES:
+    names = asked(request, NAMES, ["llama", "gpt2"])
+    for name in names:
         zoo.tokenizer(zoo.language_model(name, folder / name))
     zoo.tokenizer(zoo.language_model("llama", folder / "raw"), chat_template=None)
     chats.save("chatml", zoo.language_model("llama", folder / "chatml", vocab_size=chats.VOCAB_SIZE))
-    models = [*map(judge, NAMES), judge("raw"), judge("chatml"), judge("likeliest", "llama", verdict="likeliest")]
+    models = [*map(judge, names), judge("raw"), judge("chatml"), judge("likeliest", "llama", verdict="likeliest")]
     models += [judge("strict", "llama", bound=0.5), judge("referring", "llama", referring)]
     total = RewardConfig(name="total", components=[ComponentConfig("llama", 2.0), ComponentConfig("gpt2", -1.0)])
     return serve(*models, grpc_port=0, rewards=[total])
 
 
-@pytest.mark.parametrize("name", [*NAMES, "raw", "chatml"])
+@pytest.mark.parametrize("name", [*of_each_kind(NAMES), "raw", "chatml"])
 def test_scores_are_those_of_separate_forwards(name: str, server: RunningServer, folder: Path) -> None:
     want = wanted(folder / name)
     with RewardClient(server.http_url, name) as client:
@@ -294,7 +296,7 @@ def ask(server: RunningServer, name: str, responses: list[str] = COMPARING_RESPO
         return client.score(texts=texts, prompts=[PROMPT] * len(responses), **more)
 
 
-@pytest.mark.parametrize("name", [*COMPARING_NAMES, "raw", "three"])
+@pytest.mark.parametrize("name", [*slow_but(("llama", "gpt2"), COMPARING_NAMES), "raw", "three"])
 def test_comparing_scores_are_those_of_separate_forwards(
     name: str, comparing_server: RunningServer, folder: Path
 ) -> None:

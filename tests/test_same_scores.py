@@ -21,6 +21,7 @@ from guerdon import AsyncRewardClient, LocalRewardModel, RewardClient
 from guerdon.adapters import areal, nemo_rl, openrlhf, rewardbench, trl, trlx, verl
 from guerdon.adapters.judge import judge
 from guerdon.server.runtime import RunningServer
+from tiers import slow_but
 
 SAMPLES = served.samples(64)
 TEXTS = served.texts(SAMPLES)
@@ -171,7 +172,7 @@ WAYS: dict[str, Callable[[RunningServer, Path], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but([*WAYS][::3], WAYS))
 def test_the_scores_are_the_same(way: str, server: RunningServer, folder: Path, expected: list[float]) -> None:
     got = WAYS[way](server, folder)
     assert [np.float32(reward) for reward in got] == expected

@@ -20,6 +20,7 @@ from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import TeacherConfig
 from served import Serve
 from teaching import plain
+from tiers import slow_but
 
 PAIRS = [
     ("bytes-small", "bytes-large"), ("bytes-large", "bytes-digits"), ("bytes-digits", "pieces"),
@@ -77,7 +78,7 @@ def ends(tokenizer: Any, ids: list[int], text: str | None = None) -> list[int]:
     return [end if end <= after else start for (start, end), after in zip(found.offsets, starts, strict=True)]
 
 
-@pytest.mark.parametrize(("student", "teacher"), PAIRS)
+@pytest.mark.parametrize(("student", "teacher"), slow_but({pair[0] for pair in [*PAIRS][::3]}, PAIRS))
 def test_chunks_are_the_smallest_and_have_the_teachers_own_logprobs(student: str, teacher: str, folder: Path) -> None:
     own = AutoTokenizer.from_pretrained(folder / student)
     other = AutoTokenizer.from_pretrained(folder / teacher)
@@ -238,6 +239,7 @@ def test_a_tokenizer_that_cannot_be_read_is_one_clear_error(folder: Path, tmp_pa
         LocalTeacher(tmp_path / "bare", student_tokenizer=str(folder / "pieces"))
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_a_teacher_with_another_tokenizer(folder: Path) -> None:
     """REINFORCE with the log-ratio of each chunk as the reward of its tokens: the reverse KL to the teacher falls.
 

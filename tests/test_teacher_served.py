@@ -29,6 +29,7 @@ from guerdon.settings.fields import check_settings, from_mapping
 from guerdon.teacher_core import LogprobQuery, TokenLogprobs
 from served import Serve
 from teaching import check, plain
+from tiers import asked, of_each_kind
 
 NAMES = [*zoo.DECODERS, *zoo.LANGUAGE_MODELS]
 ROWS = zoo.rows(0, ((40, 3), (20, 2)))
@@ -46,11 +47,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, serve: Serve) -> RunningServer:
-    """A teacher of every architecture, one in bfloat16, and a reward model behind them."""
+def server(folder: Path, serve: Serve, request: pytest.FixtureRequest) -> RunningServer:
+    """A teacher of every architecture that is tried, one in bfloat16, and a reward model behind them."""
     models: list[Any] = [
         TeacherConfig(model=str(zoo.language_model(name, folder / name)), name=name, max_batch_tokens=300)
-        for name in NAMES
+        for name in asked(request, NAMES, ["llama"])
     ]
     models.append(TeacherConfig(model=str(folder / "llama"), name="half", dtype="bfloat16", max_top_k=7))
     models.append(ModelConfig(model=str(served.reward_model(folder / "rm"))))
@@ -106,7 +107,7 @@ def answers(got: dict[str, np.ndarray]) -> list[TokenLogprobs]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", of_each_kind(NAMES))
 def test_answers_over_the_wire_equal_transformers(name: str, server: RunningServer, folder: Path) -> None:
     assert server.grpc_url is not None
     logits = plain(folder / name, ROWS)
@@ -163,7 +164,7 @@ def test_bfloat16_hidden_states_are_the_models_own_bits(server: RunningServer) -
     np.testing.assert_array_equal(torch.from_numpy(full.copy()).bfloat16().float().numpy(), rounded.astype(np.float32))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", of_each_kind(NAMES))
 def test_dense_divergences_come_from_hidden_states_and_the_head(name: str, server: RunningServer, folder: Path) -> None:
     """As a trainer has them that fetches the head once, against the logits of transformers."""
     file = httpx.get(f"{server.http_url}/v2/models/{name}/head")

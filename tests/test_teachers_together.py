@@ -272,6 +272,7 @@ def test_a_row_that_one_teacher_cannot_read_harms_no_other(server: RunningServer
         assert len(client.hidden(tokens=[[5, 6]] * 2, teachers="maths").hidden) == 2
 
 
+@pytest.mark.slow
 def test_a_mixture_holds_one_heads_table_at_a_time(folder: Path, serve: Serve) -> None:
     """Three vocabularies of 65,536: all tables of 512 tokens would be 400 MB, and one of 1,024 tokens is 64 MiB's."""
     names = ("first", "second", "third")

@@ -5,12 +5,11 @@ The reference never touches guerdon: one sequence at a time, unpadded, float32, 
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -217,18 +216,9 @@ PATHS = {
     **dict.fromkeys(("deberta-v2", "mamba", "jamba"), "single"),
 }
 """How each architecture is expected to run; those of the last lines keep a state or are outside the registry."""
-_OF_EACH_KIND = {"llama", "qwen3", "gemma3", "gpt2", "mixtral", "mamba", "falcon-h1", "llama4"}
 KINDS = ("seqcls", "tokcls", "trlx", "trlx-critic", "trl", "openrlhf", "openrlhf-critic")
 """Formats. `tokcls` with `num_labels=2` is a process reward model; a seqcls that transformers has no class for is
 written as OpenRLHF would."""
-
-
-def trained(names: Iterable[str]) -> list[Any]:
-    """Returns parameters for a test that trains or generates: `make test` runs some architectures, the slow tests all.
-
-    Their forwards are compared with transformers' in the quick tests, too, whatever the architecture.
-    """
-    return [pytest.param(name, marks=[] if name in _OF_EACH_KIND else pytest.mark.slow) for name in names]
 
 
 def checkpoint(name: str, folder: Path, kind: str = "seqcls", *, seed: int = 0, **overrides: Any) -> Path:

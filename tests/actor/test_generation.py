@@ -22,6 +22,7 @@ from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.actors import PolicyConfig, RolloutConfig
 from guerdon.settings.config import LanguageModelConfig
 from guerdon.training.policy_trainer import PolicyTrainer
+from tiers import of_each_kind, slow_but
 
 KINDS = {"llama": "packed", "gpt-oss": "packed", "gptj": "padded", "mamba": "alone"}
 """An architecture of each kind of decoder; gpt-oss has windows and sinks."""
@@ -102,7 +103,7 @@ def generated(folder: Path, asked: list[Prompt], **settings: Any) -> list[list[i
     return made
 
 
-@pytest.mark.parametrize("name", zoo.trained([*zoo.DECODERS, *zoo.LANGUAGE_MODELS]))
+@pytest.mark.parametrize("name", of_each_kind([*zoo.DECODERS, *zoo.LANGUAGE_MODELS]))
 def test_greedy_is_what_generate_gives(name: str, make: Policies) -> None:
     made, asked = make(name), prompts(30, 1, 7, 19)
     if name in KINDS:
@@ -132,7 +133,7 @@ def test_tokens_of_the_prompt_are_penalised_too(make: Policies) -> None:
     assert want[0] != free[0]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", slow_but(("gpt-oss", "gptj"), KINDS))
 def test_what_is_drawn_depends_on_nothing_in_the_same_batch(name: str, make: Policies) -> None:
     made, asked = make(name), prompts(20, 8, 33, 8, 14)
     flat = {"temperature": 10.0}

@@ -85,11 +85,17 @@ SEVERAL = {"epochs": 2, "global_batch_size": 6}
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"advantage_estimator": "none"},
-        {"advantage_estimator": "mean", **SEVERAL},
+        pytest.param({"advantage_estimator": "none"}, marks=pytest.mark.slow),
+        pytest.param({"advantage_estimator": "mean", **SEVERAL}, marks=pytest.mark.slow),
         {"advantage_estimator": "grpo", "loss_aggregation": "seq-mean-token-mean", "clip_high": 0.28, **SEVERAL},
-        {"advantage_estimator": "dr_grpo", "loss_aggregation": "dr_grpo", "leave_out_truncated": True},
-        {"advantage_estimator": "reinforce++", "kl_coefficient": 0.0, "entropy_coefficient": 0.01},
+        pytest.param(
+            {"advantage_estimator": "dr_grpo", "loss_aggregation": "dr_grpo", "leave_out_truncated": True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"advantage_estimator": "reinforce++", "kl_coefficient": 0.0, "entropy_coefficient": 0.01},
+            marks=pytest.mark.slow,
+        ),
         {"kl_placement": "loss", "kl_estimator": "k3", "kl_coefficient": 0.1, "importance_cap": 2.0, **SEVERAL},
     ],
     ids=["none", "mean", "grpo", "dr_grpo", "reinforce++", "kl in loss"],

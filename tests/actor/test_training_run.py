@@ -30,6 +30,7 @@ from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.actors import PPORunConfig, ReinforceRunConfig
 from guerdon.settings.config import CriticConfig
 from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
+from tiers import slow_but
 
 STEPS = 5
 
@@ -165,7 +166,9 @@ def test_a_summary_says_where_things_are_and_how_to_resume(tmp_path: Path) -> No
 # ------------------------------------------------------------------------------------------- stopping and going on
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"), slow_but((signal.SIGTERM,), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+)
 def test_a_signal_during_a_step_saves_and_stops_and_the_run_resumes(
     number: signal.Signals, status: int, folder: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -201,9 +204,9 @@ class Clock:
 @pytest.mark.parametrize(
     ("seconds", "done"),
     [
-        ((1000, 1000, 1000, 1000), 3),  # a fourth step of that length would end too late
         ((10, 3590, 10, 10), 1),  # amid the second step no time is left but for saving
-        ((10, 10, 10, 10), STEPS),
+        *slow_but((), [((1000, 1000, 1000, 1000), 3)]),  # a fourth step of that length would end too late
+        *slow_but((), [((10, 10, 10, 10), STEPS)]),
     ],
 )
 def test_the_time_limit_saves_and_stops_and_the_run_resumes(

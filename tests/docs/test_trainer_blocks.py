@@ -23,7 +23,7 @@ from guerdon.adapters.nemo_aligner import RemoteGPTRMClient, RemoteGPTRMCriticCl
 from trainers import environments
 
 PAGES = sorted(page.stem for page in (ROOT / "docs/trainers").glob("*.md") if page.stem != "README")
-SLOW = ("trl",)  # tests/adapters/test_trl_*.py run TRL's trainers with the same calls
+SLOW = ("trl", "trl_critic", "areal", "slime", "skyrl", "servers")  # tests/adapters have the same calls
 COMMANDS = {  # a trainer's command, and the files of its sources that have its flags or are named in it
     "miles": (r"(?s)python3 train\.py .*", "miles/**/arguments.py"),
     "nemo_aligner": (r"python -u (examples/\S+) --config-name .*", "examples/nlp/gpt/train_gpt_ppo_actor.py"),

@@ -17,6 +17,7 @@ from guerdon.engine.engine import Engine
 from guerdon.engine.packing import pack
 from guerdon.errors import CheckpointError
 from guerdon.settings.config import ModelConfig
+from tiers import of_each_kind
 
 
 def make_rows(groups: tuple[tuple[int, int], ...] = ((40, 3), (25, 2), (3, 2))) -> list[np.ndarray]:
@@ -81,7 +82,7 @@ def build_on(path: str, folder: Path, **config: Any) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("name", zoo.trained(zoo.DECODERS))
+@pytest.mark.parametrize("name", of_each_kind(zoo.DECODERS))
 def test_values_and_gradients_equal_transformers_one_by_one(name: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path / name)
     rows = make_rows()

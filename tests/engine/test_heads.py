@@ -16,6 +16,7 @@ from guerdon.engine.heads import RewardHead as Head
 from guerdon.engine.heads import StepRule, to_scores
 from guerdon.errors import CheckpointError, ConfigError, SampleFailed
 from guerdon.settings.config import ModelConfig
+from tiers import slow_but
 
 SEPARATOR = 9
 
@@ -132,8 +133,8 @@ def assert_equal(scores: list[Score], want: np.ndarray) -> None:
     np.testing.assert_allclose([s.reward for s in scores], want, atol=1e-4 * want.std(), rtol=0)
 
 
-@pytest.mark.parametrize("pad", PADS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("pad", slow_but(("pad is EOS", "pad is a word"), PADS))
+@pytest.mark.parametrize("name", slow_but(("llama", "gpt2", "opt", "gptj"), NAMES))
 def test_rewards_are_read_where_transformers_reads_them(name: str, pad: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path, **PADS[pad])
     engine = Engine(load_reward_model(ModelConfig(model=str(folder))))

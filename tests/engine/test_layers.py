@@ -18,6 +18,7 @@ from guerdon.engine.checkpoint.reward_models import load_critic
 from guerdon.engine.engine import Engine
 from guerdon.engine.layers import recompute_activations
 from guerdon.settings.config import ModelConfig
+from tiers import slow_but
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -105,7 +106,7 @@ def gradients(engine: Engine, rows: list[np.ndarray]) -> list[torch.Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad for _, p in parameters]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", slow_but(("llama", "mixtral"), ARCHITECTURES))
 def test_gradients_are_bitwise_the_same(name: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path / name)
     rows = zoo.rows(3, groups=((40, 3), (20, 2)))

@@ -25,6 +25,7 @@ from guerdon.server.reading import truncated
 from guerdon.settings.config import JudgeConfig, ModelConfig, TeacherConfig
 from guerdon.teacher_core import LogprobQuery
 from same_bits import assert_same_bits
+from tiers import of_each_kind, slow_but
 
 pytestmark = pytest.mark.skipif(find()[0] is None, reason=f"no kernels: {find()[1]}")
 DTYPES = ["float32", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("bfloat16", "float16"))]
@@ -46,7 +47,7 @@ def made_of(config: Any, folder: Path | str, **settings: Any) -> Callable[[int],
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", of_each_kind(PACKED))
 def test_rewards(name: str, dtype: str, tmp_path: Path) -> None:
     folder = str(zoo.checkpoint(name, tmp_path))
     scorer = build_scorer(ModelConfig(model=folder, dtype=dtype))
@@ -74,14 +75,16 @@ LARGE = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", slow_but(("llama", "gpt2", "mixtral", "bert"), LARGE))
 def test_rewards_of_models_of_odd_widths(name: str, dtype: str, tmp_path: Path) -> None:
     make = made_of(ModelConfig, zoo.checkpoint(name, tmp_path, **LARGE[name]), dtype=dtype)
     assert_same_bits(make, [Sequence(row) for row in zoo.rows(2, groups=((40, 6), (200, 5), (101, 1)))])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral", "gpt-oss", "cohere", "granite"])
+@pytest.mark.parametrize(
+    "name", slow_but(("llama", "mixtral"), ("llama", "gpt2", "gemma2", "mixtral", "gpt-oss", "cohere", "granite"))
+)
 def test_log_probs_of_a_teacher(name: str, dtype: str, tmp_path: Path) -> None:
     make = made_of(TeacherConfig, zoo.language_model(name, tmp_path), dtype=dtype)
     query = LogprobQuery(start=1, with_entropy=True, top_k=3)

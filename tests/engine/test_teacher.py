@@ -22,6 +22,7 @@ from guerdon.settings.config import TeacherConfig
 from guerdon.teacher_core import LogprobQuery, TokenLogprobs
 from processes import environment
 from teaching import check, plain
+from tiers import of_each_kind
 
 ROWS = zoo.rows(0, ((40, 3), (20, 2)))
 PROMPTS = [40, 40, 40, 20, 20, 4, 40]
@@ -47,7 +48,7 @@ def answers(engine: TeacherEngine, sequences: list[Sequence], path: str | None =
     return found
 
 
-@pytest.mark.parametrize("name", [*zoo.DECODERS, *zoo.LANGUAGE_MODELS])
+@pytest.mark.parametrize("name", of_each_kind([*zoo.DECODERS, *zoo.LANGUAGE_MODELS]))
 def test_every_decoder_answers_as_transformers_shared_and_not(name: str, tmp_path: Path) -> None:
     folder = zoo.language_model(name, tmp_path)
     engine = build(folder)

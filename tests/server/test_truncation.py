@@ -392,6 +392,7 @@ def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return zoo.tokenizer(zoo.checkpoint("llama", tmp_path_factory.mktemp("long")))
 
 
+@pytest.mark.slow
 def test_a_small_body_that_holds_a_long_text_takes_little_memory(long_folder: Path) -> None:
     command = [sys.executable, "-m", "guerdon", "serve", str(long_folder), "--port", "0", "--no-grpc"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

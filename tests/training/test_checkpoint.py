@@ -28,6 +28,7 @@ from guerdon.settings.config import CriticConfig, LearningConfig, ModelConfig
 from guerdon.training import critic_trainer
 from guerdon.training import trainer_checkpoint as tensor_files
 from guerdon.training.critic_trainer import CriticTrainer
+from tiers import of_each_kind, slow_but
 
 ROWS = zoo.rows(0, ((40, 4), (20, 2), (3, 3)))
 
@@ -77,7 +78,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but([*KINDS][::3], KINDS))
 def test_training_on_from_it_is_training_without_interruption(kind: str, tmp_path: Path) -> None:
     name, settings = KINDS[kind]
     if kind == "8bit":
@@ -104,7 +105,7 @@ def test_training_on_from_it_is_training_without_interruption(kind: str, tmp_pat
         assert (ends[0] / name).read_bytes() == (ends[1] / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("name", zoo.trained(zoo.DECODERS))
+@pytest.mark.parametrize("name", of_each_kind(zoo.DECODERS))
 def test_the_folder_is_a_checkpoint_that_is_served(name: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path / "base")
     trainer = build(folder, mean=0.5, std=2.0)

@@ -13,6 +13,7 @@ import zoo
 from guerdon.critic_core import TrainRequest
 from guerdon.training.critic_trainer import CriticTrainer
 from guerdon.trees import flatten
+from tiers import of_each_kind, slow_but
 
 SHARED = ((40, 5), (20, 3), (3, 3))
 """Two prompts with several responses, and three rows that share nothing worth sharing; a prefix and a twin."""
@@ -46,7 +47,7 @@ def assert_trained_alike(trainer: CriticTrainer, folder: Path, asked: list[Train
         assert difference(after[name], before[name]) > 1e-4, f"{name} did not move"
 
 
-@pytest.mark.parametrize("name", zoo.trained(zoo.DECODERS))
+@pytest.mark.parametrize("name", of_each_kind(zoo.DECODERS))
 def test_every_architecture_learns_what_plain_torch_does(name: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path)
     trainer = build(folder)
@@ -196,7 +197,7 @@ def flattened(asked: TrainRequest) -> TrainRequest:
     return TrainRequest("flat", tokens, *tables.astype(np.float32))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(("llama", "gemma2"), NAMES))
 @pytest.mark.parametrize("budget", [4096, 60], ids=["one micro-batch", "cut"])
 def test_a_tree_has_the_gradients_of_its_flattened_sequences(name: str, budget: int, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path)

@@ -26,6 +26,7 @@ from guerdon.settings.actors import PolicyConfig
 from guerdon.settings.config import AdapterConfig, LanguageModelConfig, ModelConfig, TeacherConfig
 from guerdon.training.lora import is_adapter
 from guerdon.training.policy_trainer import PolicyTrainer
+from tiers import of_each_kind
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 peft = pytest.importorskip("peft")
@@ -224,7 +225,7 @@ def test_only_the_targets_are_adapted_and_the_start_says_how_much_that_is(tmp_pa
     assert f"1,824 of 42,368 parameters are trained: adapters on {share:.1%} of the layers' weights" in caplog.text
 
 
-@pytest.mark.parametrize("name", zoo.trained(zoo.DECODERS))
+@pytest.mark.parametrize("name", of_each_kind(zoo.DECODERS))
 def test_every_decoder_learns_by_adapters_or_says_why_not(name: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path)
     if name in ("mamba", "llama4"):

@@ -23,6 +23,7 @@ from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, Policy
 from guerdon.training.lora import is_adapter
 from guerdon.training.optimiser import moment_bytes
 from guerdon.training.policy_trainer import Loss, PolicyTrainer, StepReport
+from tiers import of_each_kind, slow_but
 from training.critics import same
 
 ROWS, PROMPTS, _ = rollouts()
@@ -310,7 +311,7 @@ def saved(trainer: PolicyTrainer, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but([*KINDS][::3], KINDS))
 def test_training_on_from_it_is_training_without_interruption(kind: str, tmp_path: Path) -> None:
     name, settings = KINDS[kind]
     if kind == "8bit":
@@ -337,7 +338,7 @@ def test_training_on_from_it_is_training_without_interruption(kind: str, tmp_pat
             assert path.read_bytes() == (ends[1] / path.name).read_bytes(), path.name
 
 
-@pytest.mark.parametrize("name", zoo.trained([*zoo.DECODERS, *zoo.LANGUAGE_MODELS]))
+@pytest.mark.parametrize("name", of_each_kind([*zoo.DECODERS, *zoo.LANGUAGE_MODELS]))
 def test_plain_transformers_reads_the_policy_and_its_tokenizer(name: str, tmp_path: Path) -> None:
     folder = zoo.tokenizer(zoo.language_model(name, tmp_path / "base"))
     trainer = build(folder, keeps_reference=False)

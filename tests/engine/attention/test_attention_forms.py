@@ -35,6 +35,7 @@ from guerdon.engine.layers import recompute_activations
 from guerdon.engine.native.library import kernels
 from guerdon.engine.packing import pack
 from guerdon.settings.config import ModelConfig
+from tiers import of_each_kind
 
 
 def need(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **others: Any) -> Need:
@@ -274,7 +275,7 @@ def like_a_gpu(fresh: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
-@pytest.mark.parametrize("name", LIKE_A_GPU)
+@pytest.mark.parametrize("name", of_each_kind(LIKE_A_GPU))
 def test_models_score_the_same_by_the_forms_of_a_gpu(name: str, tmp_path: Path, like_a_gpu: list[str]) -> None:
     folder = zoo.checkpoint(name, tmp_path / name)
     rows = make_rows()
