@@ -27,6 +27,7 @@ def test_the_public_names() -> None:
         "Scores",
         "TeacherAnswers",
         "TeacherClient",
+        "WeightsClient",
         "TrainReport",
         "__version__",
     }

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Scores,
         TeacherAnswers,
         TeacherClient,
+        WeightsClient,
     )
     from guerdon.critic_core import Gae, TrainReport
     from guerdon.errors import (
@@ -110,6 +111,7 @@ __all__ = [
     "UnknownModel",
     "Unreachable",
     "Unsupported",
+    "WeightsClient",
     "__version__",
 ]
 
@@ -132,6 +134,7 @@ _MODULES = {  # all others are in guerdon.errors
     "TeacherAnswers": "guerdon.client",
     "TeacherClient": "guerdon.client",
     "TrainReport": "guerdon.critic_core",
+    "WeightsClient": "guerdon.client",
 }
 
 _COMPUTING = {

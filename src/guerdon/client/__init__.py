@@ -1,4 +1,4 @@
-"""Clients of a reward-model server, of a critic and of a teacher; they need neither torch nor transformers."""
+"""Clients of a reward-model server, of a critic, of a teacher and of live weights; they need no torch."""
 
 from guerdon.client.addresses import Credentials
 from guerdon.client.calls import ModelSignature, Scores
@@ -9,6 +9,7 @@ from guerdon.client.reward_client import AsyncRewardClient, RewardClient
 from guerdon.client.teacher_calls import TeacherAnswers
 from guerdon.client.teacher_client import AsyncTeacherClient, TeacherClient
 from guerdon.client.teacher_head import Head
+from guerdon.client.weights_client import WeightsClient
 
 __all__ = [
     "AsyncCriticClient",
@@ -24,4 +25,5 @@ __all__ = [
     "Scores",
     "TeacherAnswers",
     "TeacherClient",
+    "WeightsClient",
 ]

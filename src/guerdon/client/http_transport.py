@@ -21,7 +21,7 @@ from guerdon import errors
 from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
 from guerdon.client.retry import Configure, Describe, Exchange, FetchHead, Infer, InferResult, Ready, RetryPolicy
-from guerdon.client.statuses import CERTIFICATE_HINT, error_of, stated, stated_error, tls_failure
+from guerdon.client.statuses import CERTIFICATE_HINT, stated, stated_error, tls_failure
 from guerdon.wire import kserve
 
 Json = TypeVar("Json", dict[str, Any], list[Any])
@@ -29,6 +29,7 @@ Json = TypeVar("Json", dict[str, Any], list[Any])
 _HEADER_LENGTH = "inference-header-content-length"
 _RAY_HEADER = "x-request-id"
 _KEEP_ALIVE_S = 60.0
+_CONNECT_S = 5.0
 _DEAD_HOST_S = 180
 """The kernel ends a connection after this long without an answer from the other host."""
 _SOCKET_OPTIONS = [
@@ -256,17 +257,34 @@ class HttpTransport:
         )
 
 
-def fetch(address: Address, path: str, *, method: str = "GET", timeout_s: float = 5.0) -> HttpReply:
-    """Returns the reply, of status 200, to one blocking request without a body, which carries the address's key.
+def fetch(
+    address: Address,
+    path: str,
+    *,
+    method: str = "GET",
+    timeout_s: float = 5.0,
+    content: bytes = b"",
+    media_type: str = "application/json",
+) -> HttpReply:
+    """Returns the reply, of status 200, to one blocking request, which carries the address's key.
 
     Raises Unreachable without a reply, the error class of a status with the server's text, if any, and ConfigError for
     an unreadable file of the credentials.
     """
     tls = address.credentials.tls() if address.has_tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
-        response = httpx.request(method, address.url + path, timeout=timeout_s, headers=address.headers, verify=tls)
+        response = httpx.request(
+            method,
+            address.url + path,
+            content=content,
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S)),
+            headers=address.headers | ({"Content-Type": media_type} if content else {}),
+            verify=tls,
+        )
     except (httpx.HTTPError, httpx.InvalidURL) as e:
-        raise errors.Unreachable(f"{address.url} gave no answer to {path}: {str(e) or 'timed out'}") from e
+        has_left = not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout)
+        why = f"{address.url} gave no answer to {path}: {str(e) or 'timed out'}"
+        raise errors.Unreachable(why, may_have_arrived=has_left) from e
     reply = HttpReply(response.status_code, response.headers, response.content)
     if reply.status != 200:
         body = reply.json()
@@ -274,7 +292,7 @@ def fetch(address: Address, path: str, *, method: str = "GET", timeout_s: float 
         message = body.get("error")
         if not isinstance(message, str):
             message = f"{address.url} answered {reply.status} to {path}"
-        raise error_of(reply.status, message, class_name=reply.headers.get("guerdon-error"))
+        raise stated_error(reply.status, message, reply.headers, address.url)
     return reply
 
 

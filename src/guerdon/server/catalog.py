@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
@@ -45,12 +46,13 @@ class Sleep:
 class Entry:
     """One model's name: its settings, and the model that serves under it; `served` is None while unloaded.
 
-    `sleep` is set from when a sleep is decided until the model is awake.
+    `sleep` is set from when a sleep is decided until the model is awake. `since_ns` is when the model was loaded.
     """
 
     def __init__(self, config: ServedModelConfig, served: Served) -> None:
         self.config = config
         self.served: Served | None = served
+        self.since_ns = time.time_ns()
         self.sleep: Sleep | None = None
         self._last = served.info
 
@@ -62,9 +64,7 @@ class Entry:
     def put(self, config: ServedModelConfig, served: Served | None) -> None:
         """Puts another model in place, or none."""
         self._last = self.info if served is None else served.info
-        self.config, self.served = config, served
-        if served is not None:
-            self.wake()
+        self.config, self.served, self.since_ns = config, served, time.time_ns()
 
     def loaded(self) -> Served:
         """Returns the model that serves; raises Unavailable if there is none."""

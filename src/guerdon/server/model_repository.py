@@ -1,8 +1,8 @@
 """Hot swap: loads another checkpoint under a model's name while the server runs; unloads models, or lets them sleep.
 
-The new checkpoint is loaded beside the one that serves. Once it is complete, has passed the self-checks and has the
-same signature, the two change places between two batches: requests accepted before are scored by the old weights, later
-ones by the new, and no reply mixes both.
+The new checkpoint is loaded beside the one that serves or, for live weights, while that one sleeps. Once it is
+complete, has passed the self-checks and has the same signature, the two change places between two batches: requests
+accepted before are scored by the old weights, later ones by the new, and no reply mixes both.
 """
 
 from __future__ import annotations
@@ -102,21 +102,42 @@ class Repository:
         """
         entry = self._entry(name, "loaded")
         folder = entry.config.model if source is None else self._folder(source, entry.config)
-        return await self._run_alone(name, client, lambda: self._load(name, folder))
+
+        async def work() -> str:
+            version = await self._load(name, folder)
+            entry.wake()
+            return version
+
+        return await self._run_alone(name, client, work)
 
     def folder_of(self, name: str) -> Path:
-        """Returns the folder from which the model is loaded; raises as `load`, and InvalidRequest if it is none."""
+        """Returns the folder from which the model is loaded; raises as `load`, and InvalidRequest if it is none.
+
+        Raises Unavailable for a model that sleeps; one that is paused, level 0, does not.
+        """
         entry = self._entry(name, "given live weights")
         folder = Path(entry.config.model).expanduser()
         entry.loaded()
-        entry.check_serves()
+        if entry.sleep is not None and entry.sleep.level:
+            raise entry.asleep()
         if not folder.is_dir() or (folder / "adapter_config.json").exists():
-            raise InvalidRequest(f"live weights need a model that is loaded from a whole checkpoint's folder: {name}")
+            raise InvalidRequest(
+                f"live weights need a whole checkpoint's folder; {name} was loaded from {str(folder)!r}"
+            )
         return folder
 
-    async def load_folder(self, name: str, folder: str, client: str = "") -> str:
-        """As `load`, of a folder that the server itself has made."""
-        return await self._run_alone(name, client, lambda: self._load(name, folder))
+    def check_unchanged(self, name: str, folder: Path) -> None:
+        """Raises InvalidRequest if the weights in `folder`, from which the model was loaded, were written to since."""
+        since_ns, files = self._catalog.entries[name].since_ns, folder.glob("*.safetensors")
+        if changed := next((path for path in files if path.stat().st_ctime_ns > since_ns), None):
+            raise InvalidRequest(
+                f"{changed} was written to since {name} was loaded from it: it is not what serves, and cannot be "
+                "averaged with; load the model again first"
+            )
+
+    async def load_folder(self, name: str, folder: str, client: str, *, beside: bool) -> str:
+        """As `load`, of a folder that the server itself has made; requests wait meanwhile, unless `beside`."""
+        return await self._run_alone(name, client, lambda: (self._load if beside else self._replace)(name, folder))
 
     async def unload(self, name: str, client: str = "") -> None:
         """Takes the model off the device after its accepted requests; idempotent.
@@ -251,6 +272,25 @@ class Repository:
         made.info = dataclasses.replace(made.info, source=entry.info.source)  # clients may use it as a name
         await self._switch(name, Signal.SWITCH, dataclasses.replace(entry.config, model=folder), made)
         return None
+
+    async def _replace(self, name: str, folder: str) -> str:
+        """As `_load`, while the current weights are put away; they come back if the new ones are refused."""
+        entry = self._catalog.entries[name]
+        own = None if entry.sleep else Sleep(1, requests_wait=True)
+        entry.sleep = entry.sleep or own  # a pause goes on after it
+        try:
+            try:
+                await self._in_turn(name, Command(Signal.OFFLOAD, name))
+            except RanksLost:
+                raise
+            except Exception as e:  # no room on the disk, or in a host's memory
+                log.warning("%s: its weights cannot be put away, so the new ones are loaded beside them: %s", name, e)
+                await self._in_turn(name, Command(Signal.ONLOAD, name))  # other ranks may be asleep
+            return await self._load(name, folder)
+        finally:
+            await self._in_turn(name, Command(Signal.ONLOAD, name))  # does nothing to new weights
+            if entry.sleep is own:
+                entry.wake()
 
     async def _for_each(self, name: str, client: str, work: Callable[[str], Awaitable[T]]) -> dict[str, T]:
         names = [name] if name else [one for one in self._catalog.entries if self._has_weights(one)]

@@ -79,20 +79,17 @@ class Reader(Workers):
         self._warned: set[ModelInfo] = set()
 
     async def read(self, entry: Entry, request: ScoreRequest, client: str) -> Asks:
-        """Returns what the request asks of the model that serves when this returns.
+        """Returns what the request asks of the model that serves when this begins.
 
         Raises InvalidRequest if the model cannot read such samples, Unavailable if it is unloaded.
         """
-        while True:
-            served = entry.loaded()
-            cut = truncation(request, entry.config, served.info)
-            if not len(request):
-                raise InvalidRequest("the request has no samples; send at least one")
-            if not request.is_checked:
-                check(served, request)
-            asked = await all_kinds.of(served.info).read(self, served, request, cut, client)
-            if entry.served is served:  # else another model has taken its place, whose tokenizer may be another
-                return asked
+        served = entry.loaded()
+        cut = truncation(request, entry.config, served.info)
+        if not len(request):
+            raise InvalidRequest("the request has no samples; send at least one")
+        if not request.is_checked:
+            check(served, request)
+        return await all_kinds.of(served.info).read(self, served, request, cut, client)
 
     async def read_samples(
         self, served: Served, request: ScoreRequest, cut: Truncation | None, client: str

@@ -127,15 +127,18 @@ class Service:
                 if routes.names_teachers(request):
                     parts = functools.partial(self.score, client=client, hold=hold, started=started)
                     return await routes.ask_teachers(request, name, self.catalog.awake, parts)
-                await entry.awake()
-                asked = await self.reader.read(entry, request, client)
-                hold(accepted := asked.accepted(), asked.served.info)
-                job = Job(accepted, request.priority, started, client, started + (allowed_s or math.inf))
-                if len(accepted) > reading.MANY_ROWS:
-                    await self.reader.run(client, functools.partial(self.loops.price, name, job))
-                if critic is not None:
-                    await critic.wait_for_turn()
-                await entry.awake()
+                while True:
+                    await entry.awake()
+                    asked = await self.reader.read(entry, request, client)
+                    hold(accepted := asked.accepted(), asked.served.info)
+                    job = Job(accepted, request.priority, started, client, started + (allowed_s or math.inf))
+                    if len(accepted) > reading.MANY_ROWS:
+                        await self.reader.run(client, functools.partial(self.loops.price, name, job))
+                    if critic is not None:
+                        await critic.wait_for_turn()
+                    await entry.awake()
+                    if entry.served is asked.served:  # else another model's tokenizer may read it otherwise
+                        break
                 if accepted:
                     job.owner, job.traced = asyncio.get_running_loop().create_future(), tracing.part(name)
                     self.loops.of[name].submit(name, job)

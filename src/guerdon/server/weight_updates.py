@@ -1,7 +1,8 @@
 """Live weights: a trainer replaces a served model's weights by vLLM's four phases, over HTTP or by files.
 
 Each tensor is checked and written to a new checkpoint on disk, so that few are in memory. Only a complete checkpoint is
-loaded, by a hot swap: a trainer that dies changes nothing.
+loaded, while the weights that serve are put away on disk: a trainer that dies changes nothing, and no update has two
+models in memory.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from guerdon import tensor_files
-from guerdon.errors import Forbidden, InvalidRequest, StorageFailed
+from guerdon.errors import Forbidden, InvalidRequest, StorageFailed, Unavailable
 from guerdon.server.model_repository import Repository
 from guerdon.tensor_files import TensorBytes
+from guerdon.wire.forms.vllm_control import InitInfo
 
 _BITS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<u4"), "BF16": np.dtype("<u2"), "F16": np.dtype("<u2")}
 """The dtypes of weights, and their bits."""
@@ -50,7 +52,7 @@ class WeightUpdates:
         """`folder` has the files that trainers may name; None turns updates off."""
         self._repository = repository
         self._root = None if folder is None else Path(folder).expanduser().resolve()
-        self._ema: dict[str, float] = {}
+        self._settings: dict[str, InitInfo] = {}
         self._open: dict[str, _Update] = {}
         self._own: dict[str, Path] = {}
         self._places: dict[str, tempfile.TemporaryDirectory[str]] = {}
@@ -60,15 +62,15 @@ class WeightUpdates:
         """Returns the lock of a model's updates: its phases come one after the other."""
         return self._locks.setdefault(name, asyncio.Lock())
 
-    def init(self, name: str, ema: float) -> None:
+    def init(self, name: str, settings: InitInfo) -> None:
         """Adopts the settings of a model's updates, and forgets one that is open; raises InvalidRequest, Forbidden."""
         if self._root is None:
             raise Forbidden("this server takes no live weights: start it with --weight-transfer FOLDER")
-        if not 0 <= ema < 1:
+        if not 0 <= (ema := settings.ema) < 1:
             raise InvalidRequest(f"ema is {ema:g}; it must be at least 0 and below 1, which would change nothing")
         self._repository.folder_of(name)
         self.drop(name)
-        self._ema[name] = ema
+        self._settings[name] = settings
 
     def drop(self, name: str) -> None:
         """Forgets the update that is open, if any."""
@@ -77,16 +79,12 @@ class WeightUpdates:
 
     async def start(self, name: str) -> str:
         """Begins an update, and drops one that was not finished; returns its id."""
-        if name not in self._ema:
+        if name not in self._settings:
             raise InvalidRequest(f"live weights of {name} are not set up: POST /init_weight_transfer_engine first")
         self.drop(name)
         base = self._repository.folder_of(name)
-        wanted = await asyncio.to_thread(_read_folder, base)
         place = self._places.setdefault(name, tempfile.TemporaryDirectory(prefix="guerdon-weights-"))
-        settings = json.loads((base / "config.json").read_text())
-        is_tied = settings.get("tie_word_embeddings") is True and "lm_head.weight" not in wanted
-        update = _Update(secrets.token_hex(8), Path(tempfile.mkdtemp(dir=place.name)), base, wanted, is_tied)
-        self._open[name] = update
+        self._open[name] = update = await asyncio.to_thread(_begin, base, Path(tempfile.mkdtemp(dir=place.name)))
         return update.id
 
     async def add(self, name: str, update_id: str, source: bytes | bytearray | str) -> int:
@@ -98,17 +96,18 @@ class WeightUpdates:
         update = self._find(name, update_id)
         try:
             tensors = await asyncio.to_thread(self._tensors, source)
-            ema = self._ema[name]
-            await asyncio.to_thread(_keep, update, tensors, ema)
+            await asyncio.to_thread(_keep, update, tensors, self._settings[name].ema)
         except (InvalidRequest, StorageFailed) as e:
             update.fault = str(e)
             raise
         return len(update.wanted) - len(update.files)
 
     async def finish(self, name: str, update_id: str, client: str) -> str:
-        """Swaps the new weights in, and returns their version; raises InvalidRequest unless all have arrived."""
-        update = self._find(name, update_id)
-        del self._open[name]
+        """Swaps the new weights in, and returns their version; raises InvalidRequest unless all have arrived.
+
+        Raises Unavailable while the model sleeps or is being changed: the update may be finished later. Else it ends.
+        """
+        update, settings = self._find(name, update_id), self._settings[name]
         try:
             missing = update.wanted.keys() - update.files.keys()
             if update.fault or missing:
@@ -116,11 +115,15 @@ class WeightUpdates:
                 raise InvalidRequest(f"the update of {name} is not complete: {why}; begin it again")
             if self._repository.folder_of(name) != update.base:
                 raise InvalidRequest(f"{name} was loaded again since the update began; begin it again")
-            await asyncio.to_thread(_complete, update)
-            version = await self._repository.load_folder(name, str(update.folder), client)
-        except BaseException:
-            await asyncio.to_thread(shutil.rmtree, update.folder, ignore_errors=True)
+            if settings.ema:
+                self._repository.check_unchanged(name, update.base)
+            version = await self._repository.load_folder(name, str(update.folder), client, beside=settings.beside)
+        except Unavailable:
             raise
+        except BaseException:
+            self.drop(name)
+            raise
+        del self._open[name]
         if (before := self._own.get(name)) is not None:
             await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
         self._own[name] = update.folder
@@ -167,20 +170,23 @@ def _keep(update: _Update, tensors: dict[str, TensorBytes], ema: float) -> None:
                 pairs = zip(_pieces(update.wanted[name]), _pieces(tensor), strict=True)
                 for old, new in pairs:
                     file.write((old.astype(np.float64) * ema + new.astype(np.float64) * (1 - ema)).astype("<f4").data)
-    except OSError as e:
-        raise StorageFailed(f"{update.folder} cannot take the weights: {e.strerror}") from e
-    update.files |= dict.fromkeys(tensors, file_name)
-
-
-def _complete(update: _Update) -> None:
-    """Makes a checkpoint of the update: its index, and the other files of the one that serves."""
-    try:
-        for path in update.base.iterdir():
-            if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt") and path.name != _INDEX:
-                shutil.copyfile(path, update.folder / path.name)
+        update.files |= dict.fromkeys(tensors, file_name)
         (update.folder / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": update.files}))
     except OSError as e:
         raise StorageFailed(f"{update.folder} cannot take the weights: {e.strerror}") from e
+
+
+def _begin(base: Path, folder: Path) -> _Update:
+    """Returns an update of the checkpoint `base`, whose other files it copies; raises InvalidRequest, StorageFailed."""
+    try:
+        wanted = _read_folder(base)
+        for path in base.iterdir():
+            if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt") and path.name != _INDEX:
+                shutil.copyfile(path, folder / path.name)
+        is_tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings") is True
+    except OSError as e:
+        raise StorageFailed(f"{folder} cannot take the files of {base}: {e.strerror}") from e
+    return _Update(secrets.token_hex(8), folder, base, wanted, is_tied and "lm_head.weight" not in wanted)
 
 
 def _read_folder(folder: Path) -> dict[str, TensorBytes]:

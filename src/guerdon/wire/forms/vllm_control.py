@@ -60,9 +60,13 @@ class UpdateUrl(Url, kw_only=True, forbid_unknown_fields=True):
 
 
 class InitInfo(msgspec.Struct, kw_only=True):
-    """With an `ema` the served weights become `ema` times themselves plus the rest of the new ones."""
+    """With an `ema` the served weights become `ema` times themselves plus the rest of the new ones.
+
+    While an update is swapped in requests wait; with `beside` the old weights answer, and both models are in memory.
+    """
 
     ema: float = 0.0
+    beside: bool = False
     master_address: Any = None
     packed: Any = None
 
@@ -73,11 +77,11 @@ class InitBody(msgspec.Struct, kw_only=True):
     example: ClassVar[str] = '{"init_info": {"ema": 0.99}}'
     init_info: InitInfo
 
-    def check(self) -> float:
-        """Returns the `ema`; raises Unsupported for vLLM's transports between GPUs."""
+    def check(self) -> InitInfo:
+        """Returns the settings; raises Unsupported for vLLM's transports between GPUs."""
         if self.init_info.master_address is not None or self.init_info.packed is not None:
             raise Unsupported("weights come by HTTP or by files: NCCL and CUDA IPC, between GPUs, are not supported")
-        return self.init_info.ema
+        return self.init_info
 
 
 class UpdateInfo(msgspec.Struct, kw_only=True):
