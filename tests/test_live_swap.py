@@ -24,8 +24,8 @@ from guerdon.server.runtime import RunningServer
 from guerdon.server.service import Service
 from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
 from launched import Launch
-from processes import wait_until
 from served import running
+from server.helpers import wait_until
 from server.swapping import ROWS, held
 from test_ranks_served import serving
 

@@ -19,7 +19,7 @@ from guerdon.client.retry import RetryPolicy
 from guerdon.errors import GuerdonError, InvalidRequest, Unreachable
 
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_PIECE_BYTES = 64 << 20
+_PIECE_BYTES = 16 << 20
 """Tensors are sent together up to this size, and larger ones alone."""
 
 
