@@ -1,6 +1,8 @@
 """The swap of live weights: memory, who waits, what brings the old weights back, and a server that dies amid it."""
 
+import asyncio
 import contextlib
+import dataclasses
 import logging
 import shutil
 import signal
@@ -14,19 +16,25 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+import torch
 import yaml
 from safetensors.numpy import load_file, save_file
 
 import zoo
-from guerdon import InvalidRequest, RetryPolicy, RewardClient, TeacherClient, Unavailable, WeightsClient
-from guerdon.assembly import build_service
+from guerdon import InvalidRequest, RetryPolicy, RewardClient, ServerFault, TeacherClient, Unavailable, WeightsClient
+from guerdon.assembly import PLAIN, Parts, build_service
+from guerdon.client import weights_client
+from guerdon.distributed.commands import Worker
 from guerdon.server.runtime import RunningServer
 from guerdon.server.service import Service
+from guerdon.server.weight_updates import WeightUpdates
 from guerdon.settings.config import ModelConfig, ServerConfig, TeacherConfig
+from guerdon.wire.forms.vllm_control import InitInfo
 from launched import Launch
 from served import running
 from server.helpers import wait_until
-from server.swapping import ROWS, held
+from server.swapping import ROWS, checkpoints, held, until, version
+from server.swapping import serving as serving_old
 from test_ranks_served import serving
 
 ONCE = RetryPolicy(tries=1)
@@ -68,11 +76,11 @@ def base(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def served(base: Path, **more: Any) -> Iterator[tuple[RunningServer, Service]]:
+def served(base: Path, parts: Parts = PLAIN, **more: Any) -> Iterator[tuple[RunningServer, Service]]:
     made: list[Service] = []
 
     def build(config: ServerConfig) -> Service:
-        made.append(build_service(config))
+        made.append(build_service(config, parts))
         return made[0]
 
     with running(ModelConfig(model=str(base)), build=build, weight_transfer=str(base), **more) as server:
@@ -92,7 +100,7 @@ def test_requests_wait_for_the_new_weights_and_those_before_have_the_old(base: P
         send = WeightsClient(server.http_url)
         with held(service):
             before = client.submit(tokens=ROWS)
-            wait_until(lambda: service.loops.depth()["reward_model"][0] > len(ROWS))
+            wait_until(lambda: service.loops.depth()["reward_model"][0] == len(ROWS))
             updating = threading.Thread(target=lambda: versions.append(send(new)))
             updating.start()
             wait_until(lambda: http.get("/is_sleeping").json()["levels"] == {"reward_model": 1})
@@ -101,11 +109,11 @@ def test_requests_wait_for_the_new_weights_and_those_before_have_the_old(base: P
                 refused = http.post(path)
                 assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
             assert not any(future.done() for future in after)
-        updating.join(60)
-        assert before.result(30).weights_version == old
+        updating.join()
+        assert before.result().weights_version == old
         np.testing.assert_allclose(before.result().rewards, wanted[0], atol=1e-5)
         for future in after:
-            assert future.result(30).weights_version == versions[0] != old
+            assert future.result().weights_version == versions[0] != old
             np.testing.assert_allclose(future.result().rewards, wanted[1], atol=1e-5)
         again = http.post("/finish_weight_update")
         assert again.status_code == 400 and "no update of reward_model is open" in again.text
@@ -164,7 +172,7 @@ def test_two_trainers_at_once(base: Path, tmp_path: Path) -> None:
         for name, tensor in changed(base, 1).items():
             if name == names[-1]:
                 is_amid.set()
-                go_on.wait(30)
+                go_on.wait()
             yield name, tensor
 
     with served(base) as (server, _):
@@ -178,10 +186,10 @@ def test_two_trainers_at_once(base: Path, tmp_path: Path) -> None:
 
         trainer = threading.Thread(target=first)
         trainer.start()
-        assert is_amid.wait(30)
+        assert is_amid.wait(60)
         version = WeightsClient(server.http_url)(new)
         go_on.set()
-        trainer.join(30)
+        trainer.join()
         assert "no update" in str(failed[0])
         served_version, rewards = score(server.http_url)
         assert served_version == version
@@ -209,8 +217,62 @@ def test_a_folder_that_was_deleted_or_written_to_meanwhile(base: Path) -> None:
         assert score(server.http_url) == before
 
 
+async def test_a_folder_that_was_written_to_as_it_was_loaded_or_before_a_load_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, _ = checkpoints(tmp_path)
+    after_loading = [(old / "model.safetensors").touch]
+
+    def scorer(*args: Any) -> Any:
+        loaded = PLAIN.scorer(*args)
+        if after_loading:
+            after_loading.pop()()
+        return loaded
+
+    def refuse(*_: object) -> None:
+        raise OSError("no switch")
+
+    async with serving_old(tmp_path, parts=dataclasses.replace(PLAIN, scorer=scorer)) as service:
+
+        def check() -> None:
+            service.repository.check_unchanged("reward_model", old)
+
+        with pytest.raises(InvalidRequest, match="was written to since"):
+            check()
+        with monkeypatch.context() as patched:
+            patched.setattr(Worker, "_switch", refuse)
+            with pytest.raises(ServerFault, match="no switch"):
+                await service.repository.load("reward_model", None)
+        with pytest.raises(InvalidRequest, match="was written to since"):
+            check()
+        after_loading.append((old / "model.safetensors").touch)
+        await service.repository.load("reward_model", None)
+        with pytest.raises(InvalidRequest, match="was written to since"):
+            check()
+        await service.repository.load("reward_model", None)
+        check()
+
+
+async def test_a_finish_that_is_cancelled_leaves_the_swap_its_folder(tmp_path: Path) -> None:
+    _, new = checkpoints(tmp_path)
+    async with serving_old(tmp_path) as service:
+        old, entry = version(service), service.catalog.entries["reward_model"]
+        updates = WeightUpdates(service.repository, str(tmp_path))
+        updates.init("reward_model", InitInfo())
+        update_id = await updates.start("reward_model")
+        assert await updates.add("reward_model", update_id, str(new / "model.safetensors")) == 0
+        with held(service):
+            finishing = asyncio.create_task(updates.finish("reward_model", update_id, ""))
+            await until(lambda: entry.sleep is not None)
+            finishing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await finishing
+        await until(lambda: entry.sleep is None)
+        assert version(service) != old and updates._open["reward_model"].folder.is_dir()
+
+
 def test_small_steps_add_up_in_bfloat16(tmp_path: Path) -> None:
-    """Each step is a tenth of bfloat16's precision: averaged in bfloat16, no step would change a weight."""
+    """Each step is a fifth of bfloat16's precision: averaged in bfloat16, no step would change a weight."""
     base = zoo.language_model("llama", tmp_path / "lm", tie_word_embeddings=False)
     own = load_file(base / "model.safetensors")
     own = {name: np.where(tensor == 0, np.float32(0.01), tensor) for name, tensor in own.items()}
@@ -220,11 +282,11 @@ def test_small_steps_add_up_in_bfloat16(tmp_path: Path) -> None:
         running(TeacherConfig(model=str(base), dtype="bfloat16"), weight_transfer=str(base)) as server,
         TeacherClient(server.http_url) as client,
     ):
-        send = WeightsClient(server.http_url, ema=0.9)
+        send = WeightsClient(server.http_url, ema=0.8)
         first = client.head().weight
-        for _ in range(12):  # towards weights 4 thousandths larger, of which bfloat16 sees steps of 4 to 8
+        for _ in range(6):  # towards weights 4 thousandths larger, of which bfloat16 sees steps of 4 to 8
             version = send({name: tensor * np.float32(1.004) for name, tensor in own.items()})
-            want = (0.9 * want + 0.1 * own["lm_head.weight"].astype(np.float32) * np.float32(1.004)).astype(np.float32)
+            want = (0.8 * want + 0.2 * own["lm_head.weight"].astype(np.float32) * np.float32(1.004)).astype(np.float32)
             want = want.astype(np.float64)
         head = client.head()
         assert head.weights_version == version
@@ -244,6 +306,12 @@ def launched(tmp_path: Path, nproc: int = 1, **more: Any) -> Iterator[tuple[Laun
     (tmp_path / "server.yaml").write_text(yaml.safe_dump(settings | more))
     with serving("--config", tmp_path / "server.yaml", nproc=nproc) as (launch, url):
         yield launch, url, base
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are sent one by one: a few pieces, as many as a busy server has not yet let go, are no model here."""
+    monkeypatch.setattr(weights_client, "_PIECE_BYTES", 1 << 20)
 
 
 def own_bytes(process: psutil.Process) -> int:
@@ -272,15 +340,17 @@ def peak(process: psutil.Process, work: Callable[[], object]) -> int:
 
 
 @pytest.mark.slow
-def test_an_update_has_one_model_in_memory(tmp_path: Path) -> None:
-    """The arithmetic: the new one beside the old is at least WEIGHTS; half of them are room for a few tensors.
+@pytest.mark.timeout(600)
+def test_an_update_has_one_model_in_memory(small_pieces: None, tmp_path: Path) -> None:
+    """The arithmetic: the new one beside the old is at least WEIGHTS; a third of them is room for a few tensors.
 
-    The largest tensor has 3 MiB. That `beside` is seen shows that the watcher sees whole models.
+    The largest tensor has 3 MiB. Gaps where weights were brought into another order, of some 40 MiB, are seen. That
+    `beside` is seen shows that the watcher sees whole models.
     """
     with launched(tmp_path) as (launch, url, base):
         send, new, process = WeightsClient(url), changed(base), launch.rank(0)
         score(url), send(new)  # what the first update itself leaves behind
-        assert peak(process, lambda: send(changed(base, 2))) < WEIGHTS / 2
+        assert peak(process, lambda: send(changed(base, 2))) < WEIGHTS / 3
         with pytest.raises(InvalidRequest, match="serves on as before"):
             send(broken(new))
         assert peak(process, lambda: WeightsClient(url, beside=True)(new)) > WEIGHTS * 0.9
@@ -296,7 +366,7 @@ def amid_a_swap(url: str, new: Tensors) -> list[threading.Thread]:
     send = WeightsClient(url, policy=ONCE)
     threads = [threading.Thread(target=ask, args=(lambda: send(new),))]
     threads[0].start()
-    wait_until(lambda: httpx.get(url + "/is_sleeping").json()["is_sleeping"])
+    wait_until(lambda: httpx.get(url + "/is_sleeping", timeout=60).json()["is_sleeping"], 120)
     threads += [threading.Thread(target=ask, args=(lambda: score(url),)) for _ in range(2)]
     for thread in threads[1:]:
         thread.start()
@@ -304,15 +374,16 @@ def amid_a_swap(url: str, new: Tensors) -> list[threading.Thread]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_server_that_ends_amid_a_swap_serves_its_folder_after_the_next_start(number: int, tmp_path: Path) -> None:
     with launched(tmp_path) as (launch, url, base):
         first, new = score(url), changed(base)
         threads = amid_a_swap(url, new)
         launch.rank(0).send_signal(number)
-        code = launch.torchrun.wait(60)
+        code = launch.torchrun.wait(120)
         for thread in threads:
-            thread.join(60)
+            thread.join()
         assert (code == 0) == (number == signal.SIGTERM), launch.output()
         assert number == signal.SIGKILL or "Traceback" not in launch.output(), launch.output()
     with serving("--config", tmp_path / "server.yaml", nproc=1) as (_, url):
@@ -320,9 +391,9 @@ def test_a_server_that_ends_amid_a_swap_serves_its_folder_after_the_next_start(n
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_two_ranks_swap_in_place_or_keep_the_old(tensor_parallel: int, tmp_path: Path) -> None:
+def test_two_ranks_swap_in_place_or_keep_the_old(small_pieces: None, tensor_parallel: int, tmp_path: Path) -> None:
     with launched(tmp_path, 2, tensor_parallel=tensor_parallel) as (launch, url, base):
         send, new = WeightsClient(url, policy=ONCE), changed(base)
         before = score(url)
@@ -332,7 +403,21 @@ def test_two_ranks_swap_in_place_or_keep_the_old(tensor_parallel: int, tmp_path:
         assert send(new) == score(url)[0] != before[0]
         peaks = [peak(launch.rank(i), lambda: send(new)) for i in range(2)]
         assert max(peaks) < WEIGHTS / tensor_parallel / 2 + (8 << 20), peaks
-        np.testing.assert_allclose(score(url)[1], zoo.reference(written(base, tmp_path / "new", new), ROWS), atol=1e-4)
+        assert_rewards(score(url)[1], written(base, tmp_path / "new", new))
+        launch.rank(1).rlimit(psutil.RLIMIT_FSIZE, (1 << 20, psutil.RLIM_INFINITY))  # its disk alone is full
+        newer = changed(base, 2)
+        version = send(newer)
+        assert "so the new ones are loaded beside them: rank 1" in launch.output(), launch.output()
+        served_version, rewards = score(url)
+        assert served_version == version
+        assert_rewards(rewards, written(base, tmp_path / "newer", newer))
         launch.rank(0).terminate()
-        assert launch.torchrun.wait(60) == 0, launch.output()
+        assert launch.torchrun.wait(120) == 0, launch.output()
         assert "Traceback" not in launch.output(), launch.output()
+
+
+def assert_rewards(rewards: list[float], folder: Path) -> None:
+    """Fails if they stand four times farther from float64's than plain float32 itself does."""
+    exact = zoo.reference(folder, ROWS, torch.float64)
+    rounding = np.abs(zoo.reference(folder, ROWS) - exact).max()
+    np.testing.assert_allclose(rewards, exact, atol=4 * rounding, rtol=0)

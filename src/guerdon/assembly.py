@@ -28,6 +28,7 @@ from guerdon.server import runtime
 from guerdon.server.auth import Access
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.batching.loops import by_device
+from guerdon.server.catalog import file_time_ns
 from guerdon.server.critic.controller import Critic
 from guerdon.server.service import Service
 from guerdon.settings.config import (
@@ -75,6 +76,7 @@ class _Models:
 
     served: list[tuple[ServedModelConfig, Any]]
     learner: Any = None
+    since_ns: int | None = None
 
     def worker(self, config: ServerConfig, parts: Parts, ranks: Ranks) -> Worker:
         scorers = {model.name: scorer for model, scorer in self.served}
@@ -236,16 +238,17 @@ def _load(config: ServerConfig, parts: Parts, ranks: Ranks) -> _Models:
                 "give MODEL, a folder, a hub id or module:function, or `models:` in a YAML file (--config)",
             )
     served: list[tuple[ServedModelConfig, Any]] = []
+    since_ns = file_time_ns()
     for model in config.models:
         with ranks.raise_on_all_ranks():
             scorer = parts.scorer(model, ranks)
         own: Any = model
         served += zip(own.adapted(), scorer.members, strict=True) if hasattr(scorer, "members") else [(model, scorer)]
     if config.critic is None:
-        return _Models(served)
+        return _Models(served, None, since_ns)
     with ranks.raise_on_all_ranks():
         learner = parts.trainer(config.critic, ranks)
-    return _Models([*served, (infer_config(config.critic), learner)], learner)
+    return _Models([*served, (infer_config(config.critic), learner)], learner, since_ns)
 
 
 class _Stopped(BaseException):
@@ -283,7 +286,11 @@ def _service(
     num_on_cpu = sum(place.startswith("cpu:") for place in by_device(loaded))
     if ranks.size == 1 and num_on_cpu > 1:
         divide_cores(num_on_cpu)  # before a critic's journal is replayed: the same threads give the same weights
-    of_ranks: dict[str, Any] = {"num_parts": ranks.data_size, "is_alone": ranks.size == 1}
+    of_ranks: dict[str, Any] = {
+        "num_parts": ranks.data_size,
+        "is_alone": ranks.size == 1,
+        "since_ns": models.since_ns,
+    }
     if config.critic is None:
         service = Service(group, models.served, config, parts.limits, **of_ranks)
     else:

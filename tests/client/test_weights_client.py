@@ -2,10 +2,10 @@
 
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import zoo
-from guerdon import InvalidRequest, RetryPolicy, RewardClient, UnknownModel, Unreachable, WeightsClient
+from guerdon import InvalidRequest, RetryPolicy, RewardClient, Unavailable, UnknownModel, Unreachable, WeightsClient
 from guerdon.client import weights_client
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig
@@ -97,18 +97,24 @@ def test_settings_and_addresses(server: RunningServer, base: Path) -> None:
         WeightsClient(f"http://127.0.0.1:{free_port()}")(load_file(base / "model.safetensors"))
 
 
-def test_an_update_is_retried_unless_its_tensors_are_gone(server: RunningServer, base: Path) -> None:
+def test_an_update_is_retried_unless_its_tensors_are_gone(
+    server: RunningServer, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     send = WeightsClient(server.http_url, "rm", policy=RetryPolicy(backoff_s=0.01, jitter=0))
     tensors = load_file(base / "model.safetensors")
     httpx.post(server.http_url + "/sleep", timeout=60)
-    began = time.monotonic()
-    with pytest.raises(Exception, match="asleep"):
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        httpx.post(server.http_url + "/wake_up", timeout=60)
+
+    monkeypatch.setattr(weights_client, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
+    with pytest.raises(Unavailable, match="asleep"):
         send(iter(tensors.items()))
-    assert time.monotonic() - began < 5  # the server's Retry-After
-    waking = threading.Timer(0.5, lambda: httpx.post(server.http_url + "/wake_up", timeout=60))
-    waking.start()
+    assert not waits
     assert send(tensors) == version(server)
-    waking.join()
+    assert len(waits) == 1 and waits[0] >= 5  # the server's Retry-After
 
 
 def test_it_needs_no_torch(server: RunningServer, base: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -133,8 +134,7 @@ def _numbers(name: str, tensor: Any) -> tuple[str, tuple[int, ...], memoryview]:
     if dtype is None:
         raise InvalidRequest(f"{name} is {what}; weights are float32, bfloat16 or float16")
     if hasattr(tensor, "detach"):
-        import torch
-
+        torch: Any = sys.modules["torch"]  # its tensor has loaded it, and a client needs it for nothing else
         array = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     else:
         array = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)

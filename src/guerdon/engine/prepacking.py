@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from torch import Tensor, nn
 
+from guerdon import memory
 from guerdon.engine import onednn
 from guerdon.engine.forward import Forward
 from guerdon.engine.independence import is_equal, row_states
@@ -30,6 +31,7 @@ def prepack(forward: Forward, rows: list[np.ndarray], before: list[Tensor] | Non
     try:
         for layer in layers:
             layer.weight = nn.Parameter(onednn.reordered(layer.weight.detach()), requires_grad=False)
+            memory.trim()  # the gaps do not fit the next one
         after = row_states(forward, forward.path, rows)
         forward.use("single")
         row_states(forward, "single", rows[-1:])

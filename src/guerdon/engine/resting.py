@@ -27,7 +27,7 @@ class Resting:
     _fsdp: Fsdp
     _file: IO[bytes] | None = None
     _shapes: list[tuple[Tensor, torch.Size]]
-    _reordered: list[Any]
+    _reordered: list[nn.Linear]
 
     def parts(self) -> tuple[nn.Module, ...]:
         """Returns the modules that hold all weights."""
@@ -72,22 +72,23 @@ class Resting:
             num_bytes = sum(_local(tensor).nbytes for tensor in self._tensors())
             self.offload()
         elif self._file is None:
-            self._reordered = [
-                module for module in self.trunk.modules() if isinstance(module, nn.Linear) and module.weight.is_mkldnn
-            ]
-            onednn.restore(self.trunk)
             tensors = list(self._tensors())
-            num_bytes = sum(_local(tensor).nbytes for tensor in tensors)
             file = tempfile.TemporaryFile(prefix="guerdon-asleep-")  # noqa: SIM115
             try:
-                for tensor in tensors:
-                    file.write(_bytes(_local(tensor).contiguous()))
+                for tensor in tensors:  # one at a time is brought into the plain order
+                    num_bytes += file.write(_bytes(onednn.dense(_local(tensor)).contiguous()))
                 file.flush()
             except OSError as e:
                 file.close()
-                self._reorder()
                 raise StorageFailed(f"{tempfile.gettempdir()} has no room for the weights: {e.strerror}") from e
-            self._file, self._shapes = file, [(tensor, _local(tensor).shape) for tensor in tensors]
+            linears = [module for module in self.trunk.modules() if isinstance(module, nn.Linear)]
+            self._reordered = [layer for layer in linears if layer.weight.is_mkldnn]
+            shapes = [_local(tensor).shape for tensor in tensors]
+            for layer in self._reordered:
+                empty = torch.empty(0, dtype=layer.weight.dtype)
+                layer.weight = nn.Parameter(empty, requires_grad=False)
+            tensors = list(self._tensors())
+            self._file, self._shapes = file, list(zip(tensors, shapes, strict=True))
             for tensor in tensors:
                 _put(tensor, _local(tensor).new_empty(0))
         return num_bytes

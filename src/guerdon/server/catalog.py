@@ -20,6 +20,11 @@ from guerdon.teacher_core import NEXT_TOKENS
 from guerdon.wire.forms.tokens import TextTokenizer
 
 
+def file_time_ns() -> int:
+    """Returns the time of day, by which the changes of files are dated."""
+    return time.time_ns()
+
+
 def batch_limits(model: ServedModelConfig, served: Served, num_parts: int) -> Limits:
     """Returns the limits of a model's batch and queue; each of `num_parts` computes a part of a batch."""
     return Limits(
@@ -46,13 +51,14 @@ class Sleep:
 class Entry:
     """One model's name: its settings, and the model that serves under it; `served` is None while unloaded.
 
-    `sleep` is set from when a sleep is decided until the model is awake. `since_ns` is when the model was loaded.
+    `sleep` is set from when a sleep is decided until the model is awake. `since_ns` is when its files
+    began to be read.
     """
 
-    def __init__(self, config: ServedModelConfig, served: Served) -> None:
+    def __init__(self, config: ServedModelConfig, served: Served, since_ns: int) -> None:
         self.config = config
         self.served: Served | None = served
-        self.since_ns = time.time_ns()
+        self.since_ns = since_ns
         self.sleep: Sleep | None = None
         self._last = served.info
 
@@ -61,10 +67,10 @@ class Entry:
         """The model that serves now, or that served last."""
         return self._last if self.served is None else self.served.info
 
-    def put(self, config: ServedModelConfig, served: Served | None) -> None:
+    def put(self, config: ServedModelConfig, served: Served | None, since_ns: int) -> None:
         """Puts another model in place, or none."""
         self._last = self.info if served is None else served.info
-        self.config, self.served, self.since_ns = config, served, time.time_ns()
+        self.config, self.served, self.since_ns = config, served, since_ns
 
     def loaded(self) -> Served:
         """Returns the model that serves; raises Unavailable if there is none."""
@@ -107,10 +113,12 @@ class Catalog:
         rewards: Iterable[RewardConfig],
         operations: Iterable[OperationInfo],
         critic_name: str = "",
+        *,
+        since_ns: int,
     ) -> None:
-        """`critic_name` is the model whose scores are the critic's values."""
+        """`critic_name` is the model whose scores are the critic's values, `since_ns` as of every entry."""
         self.critic_name = critic_name
-        self.entries = {served.info.name: Entry(model, served) for model, served in models}
+        self.entries = {served.info.name: Entry(model, served, since_ns) for model, served in models}
         self.operations = {info.name: info for info in operations}
         self.sums = {
             reward.name: Sum(reward, [self.entries[part.model].info for part in reward.components])
@@ -129,9 +137,9 @@ class Catalog:
         await entry.awake()
         return entry.loaded().info
 
-    def put(self, name: str, config: ServedModelConfig, served: Served | None) -> None:
+    def put(self, name: str, config: ServedModelConfig, served: Served | None, since_ns: int) -> None:
         """Puts another model, or none, under the name; its sums follow."""
-        self.entries[name].put(config, served)
+        self.entries[name].put(config, served, since_ns)
         for made in self.sums_of(name):
             made.renew([self.entries[component].info for component in made.components])
 

@@ -39,7 +39,7 @@ from guerdon.kinds.kind import Served
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.batching.loops import Loops
 from guerdon.server.batching.orders import Order
-from guerdon.server.catalog import Catalog, Entry, Sleep
+from guerdon.server.catalog import Catalog, Entry, Sleep, file_time_ns
 from guerdon.server.logs import failure
 from guerdon.settings.config import ServedModelConfig, ServerConfig
 
@@ -253,6 +253,7 @@ class Repository:
         """Loads and swaps in the model; on failure returns the error, and the current one keeps serving."""
         entry = self._catalog.entries[name]
         still = f"{name} was not loaded and " + ("stays unloaded" if entry.served is None else "serves on as before")
+        since_ns = file_time_ns()
         try:
             made = await self._lead(name, Command(Signal.LOAD, name, folder=folder))
         except RanksLost:
@@ -270,7 +271,7 @@ class Repository:
         if differences := _differences(entry.info, made.info):
             return InvalidRequest(f"{still}: clients would find another model, whose {'; '.join(differences)}")
         made.info = dataclasses.replace(made.info, source=entry.info.source)  # clients may use it as a name
-        await self._switch(name, Signal.SWITCH, dataclasses.replace(entry.config, model=folder), made)
+        await self._switch(name, Signal.SWITCH, dataclasses.replace(entry.config, model=folder), made, since_ns)
         return None
 
     async def _replace(self, name: str, folder: str) -> str:
@@ -285,10 +286,9 @@ class Repository:
                 raise
             except Exception as e:  # no room on the disk, or in a host's memory
                 log.warning("%s: its weights cannot be put away, so the new ones are loaded beside them: %s", name, e)
-                await self._in_turn(name, Command(Signal.ONLOAD, name))  # other ranks may be asleep
             return await self._load(name, folder)
         finally:
-            await self._in_turn(name, Command(Signal.ONLOAD, name))  # does nothing to new weights
+            await self._in_turn(name, Command(Signal.ONLOAD, name))  # on all ranks; does nothing to new weights
             if entry.sleep is own:
                 entry.wake()
 
@@ -322,7 +322,7 @@ class Repository:
             if sleep.level == 1:
                 num_bytes = await self._in_turn(name, Command(Signal.OFFLOAD, name))
             elif sleep.level == 2:
-                num_bytes = await self._switch(name, Signal.UNLOAD, entry.config, None)
+                num_bytes = await self._switch(name, Signal.UNLOAD, entry.config)
         except BaseException:
             if sleep.level == 1:
                 await self._in_turn(name, Command(Signal.ONLOAD, name))  # other ranks may be asleep
@@ -349,16 +349,16 @@ class Repository:
         entry.wake()
         if entry.served is not None:
             try:
-                await self._switch(name, Signal.UNLOAD, entry.config, None)
+                await self._switch(name, Signal.UNLOAD, entry.config)
             finally:
                 await self._release(name)
             log.info("%s: unloaded", name)
         return entry.info.weights_version
 
-    async def _switch(self, name: str, signal: Signal, config: Any, served: Any) -> Any:
+    async def _switch(self, name: str, signal: Signal, config: Any, served: Any = None, since_ns: int = 0) -> Any:
         """Puts another model, or none, in place for requests from now on, after those accepted before."""
         entry = self._catalog.entries[name]
-        before = entry.config, entry.served
+        before = entry.config, entry.served, entry.since_ns
 
         def switch(group: Executor) -> Any:
             result = group.execute(Command(signal, name))
@@ -369,7 +369,7 @@ class Repository:
         order = Order(switch)
         self._loops.of[name].order(name, order, finds_room=True)
         # No await between: the next request queues behind the order.
-        self._catalog.put(name, config, served)
+        self._catalog.put(name, config, served, since_ns)
         try:
             return await asyncio.wrap_future(order.outcome)
         except BaseException:

@@ -20,7 +20,7 @@ from guerdon.server.auth import Access
 from guerdon.server.batching.jobs import Job, Limits
 from guerdon.server.batching.loops import Loops
 from guerdon.server.batching.scheduler import Scheduler
-from guerdon.server.catalog import Catalog, batch_limits
+from guerdon.server.catalog import Catalog, batch_limits, file_time_ns
 from guerdon.server.cohorts import Cohorts
 from guerdon.server.critic.controller import Critic, OperationResult, UnreadRequest
 from guerdon.server.metrics import Metrics
@@ -49,11 +49,13 @@ class Service:
         *,
         num_parts: int = 1,
         is_alone: bool = True,
+        since_ns: int | None = None,
     ) -> None:
         """`limits` overrides the config's batch limits, by model name; the trainer of `critic` is among the models.
 
         Each of `num_parts` computes its part of a batch, so that batches are as many times larger, unless the model
         `takes_all`. `is_alone` is true if this process is the whole `group`: then its devices compute at once.
+        `since_ns` is when the models' files began to be read, by `file_time_ns`; by default now.
         """
         self.ready = False
         self.loss: GuerdonError | None = None
@@ -70,7 +72,9 @@ class Service:
         self.timeout_s = config.request_timeout_s
         self._asyncio: asyncio.AbstractEventLoop | None = None
         operations = () if critic is None else critic.infos
-        self.catalog = Catalog(models, config.rewards, operations, "" if critic is None else critic.scorer_name)
+        since_ns = file_time_ns() if since_ns is None else since_ns
+        critic_name = "" if critic is None else critic.scorer_name
+        self.catalog = Catalog(models, config.rewards, operations, critic_name, since_ns=since_ns)
 
         def own_limits(model: ServedModelConfig, served: Served) -> Limits:
             return (limits or {}).get(served.info.name) or batch_limits(model, served, num_parts)

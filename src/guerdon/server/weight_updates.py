@@ -118,7 +118,7 @@ class WeightUpdates:
             if settings.ema:
                 self._repository.check_unchanged(name, update.base)
             version = await self._repository.load_folder(name, str(update.folder), client, beside=settings.beside)
-        except Unavailable:
+        except (Unavailable, asyncio.CancelledError):  # as the server stops; then the swap goes on, in its folder
             raise
         except BaseException:
             self.drop(name)
