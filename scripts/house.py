@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 63_472,
-    "files of src": 337,
-    "lines of tests": 82_611,
-    "modules with one importer": 80,
-    "private functions that one place calls": 608,
+    "lines of src": 63_708,
+    "files of src": 338,
+    "lines of tests": 83_164,
+    "modules with one importer": 81,
+    "private functions that one place calls": 613,
     "imports, % of the lines": 6.9,
     "public classes with two homes": 0,
     "places outside of kinds/ that ask for the kind": 12,

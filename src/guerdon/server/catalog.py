@@ -114,10 +114,11 @@ class Catalog:
         operations: Iterable[OperationInfo],
         critic_name: str = "",
         *,
-        since_ns: int,
+        since_ns: int | None = None,
     ) -> None:
-        """`critic_name` is the model whose scores are the critic's values, `since_ns` as of every entry."""
+        """`critic_name` is the model whose scores are the critic's values, `since_ns` all entries', by default now."""
         self.critic_name = critic_name
+        since_ns = file_time_ns() if since_ns is None else since_ns
         self.entries = {served.info.name: Entry(model, served, since_ns) for model, served in models}
         self.operations = {info.name: info for info in operations}
         self.sums = {

@@ -20,7 +20,7 @@ from guerdon.server.auth import Access
 from guerdon.server.batching.jobs import Job, Limits
 from guerdon.server.batching.loops import Loops
 from guerdon.server.batching.scheduler import Scheduler
-from guerdon.server.catalog import Catalog, batch_limits, file_time_ns
+from guerdon.server.catalog import Catalog, batch_limits
 from guerdon.server.cohorts import Cohorts
 from guerdon.server.critic.controller import Critic, OperationResult, UnreadRequest
 from guerdon.server.metrics import Metrics
@@ -71,9 +71,7 @@ class Service:
         self.max_request_sequences = config.max_request_sequences
         self.timeout_s = config.request_timeout_s
         self._asyncio: asyncio.AbstractEventLoop | None = None
-        operations = () if critic is None else critic.infos
-        since_ns = file_time_ns() if since_ns is None else since_ns
-        critic_name = "" if critic is None else critic.scorer_name
+        operations, critic_name = ((), "") if critic is None else (critic.infos, critic.scorer_name)
         self.catalog = Catalog(models, config.rewards, operations, critic_name, since_ns=since_ns)
 
         def own_limits(model: ServedModelConfig, served: Served) -> Limits:
