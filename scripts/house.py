@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 63_708,
+    "lines of src": 63_707,
     "files of src": 338,
     "lines of tests": 83_164,
     "modules with one importer": 81,
