@@ -180,9 +180,8 @@ def _result(
     if ids is None or len(ids[0]) != length:  # what was cut at the start or the end
         return told
     told["tokens"] = _tokens(ids, score, tokenizer)
-    if score is not None and isinstance(score.answer, TokenLogprobs):
-        assert score.answer.logprobs is not None
-        own = score.answer.logprobs[max(0, common_prefix(*ids) - 1) :]
+    if (logprobs := getattr(score and score.answer, "logprobs", None)) is not None:
+        own = logprobs[max(0, common_prefix(*ids) - 1) :]
         told["attributes"] = {"log-prob of the response": own.sum(), "per token": own.mean()} if len(own) else {}
     if score is not None and score.steps is not None:
         row = Sequence(ids[0], prompt_length=common_prefix(*ids))
@@ -203,7 +202,7 @@ def _tokens(ids: tuple[np.ndarray, np.ndarray], score: Score | None, tokenizer: 
     if score is not None and score.values is not None:
         for token, value in zip(made, score.values.tolist(), strict=True):
             token["value"] = value
-    if score is not None and isinstance(score.answer, TokenLogprobs):
+    if score is not None and hasattr(score.answer, "ranks"):
         _add_logprobs(made[1:], score.answer, tokenizer)
     return made
 
