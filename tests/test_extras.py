@@ -102,6 +102,7 @@ def test_an_extra_brings_what_its_code_imports(extra: str) -> None:
     assert not lacking
 
 
+@pytest.mark.slow
 def test_the_table_of_optional_imports_has_no_idle_line() -> None:
     for path, extra in OPTIONAL.items():
         own = modules_of(CODE[max((p for p in CODE if path.startswith(p)), key=len)])

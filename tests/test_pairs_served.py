@@ -250,7 +250,7 @@ OF_ENCODERS = {
 """Forms whose texts are prompts and responses together, beside the prompts."""
 
 
-@pytest.mark.parametrize("form", [*FORMS, *OF_ENCODERS])
+@pytest.mark.parametrize("form", slow_but(("/score", "/predict", "/get_reward", "KServe"), [*FORMS, *OF_ENCODERS]))
 def test_the_score_is_that_of_the_tokenizers_pair(
     form: str, server: RunningServer, reference: Callable[..., float]
 ) -> None:

@@ -191,6 +191,7 @@ def two_models(tmp_path: Path, folder: Path) -> tuple[str, ...]:
     return "serve", "--config", str(tmp_path / "two.yaml"), "--port", "0", "--no-grpc"
 
 
+@pytest.mark.slow
 def test_no_rank_starts_if_one_cannot(folder: Path, tmp_path: Path) -> None:
     done = launched("guerdon", 2, *two_models(tmp_path, folder), env={"FAILING_RANK": "1"})
     assert done.code == 1

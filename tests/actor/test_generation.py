@@ -351,7 +351,7 @@ def test_a_prompt_is_computed_once_for_all_its_rollouts(name: str, make: Policie
     assert computed == [2 * 40 + 2 * 6 * 4]  # the last token is drawn and never computed
 
 
-@pytest.mark.parametrize("name", ["llama", *TABLES])
+@pytest.mark.parametrize("name", slow_but(("llama", "gptj"), ["llama", *TABLES]))
 def test_finished_rollouts_leave_the_batch(name: str, make: Policies) -> None:
     made = make(name)
     made.policy.eos_token_ids = ()

@@ -235,6 +235,7 @@ def test_more_steps_go_on_from_the_end(folder: Path, whole: Path, tmp_path: Path
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
+@pytest.mark.slow
 def test_lora_and_an_offloaded_optimiser_go_on_bitwise(folder: Path, tmp_path: Path) -> None:
     outs = [tmp_path / "whole", tmp_path / "resumed"]
     for out, steps in zip(outs, ([3], [2, 3]), strict=True):
@@ -247,6 +248,7 @@ def test_lora_and_an_offloaded_optimiser_go_on_bitwise(folder: Path, tmp_path: P
     assert files[0] == files[1] and "adapter_model.safetensors" in files[0]
 
 
+@pytest.mark.slow
 def test_the_seed_is_that_of_fresh_adapters_and_of_nobody_elses_numbers(folder: Path, tmp_path: Path) -> None:
     state, begun = torch.get_rng_state(), []
     for seed in (0, 1):

@@ -40,6 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
             yield server
 
 
+@pytest.mark.slow
 def test_a_judge_that_compares_shows_apart_how_often_its_orders_disagree(server: RunningServer, visit: Visit) -> None:
     with RewardClient(server.http_url, model="pairs") as client:
         told = client.score(texts=judged.TEXTS[:2], prompts=judged.PROMPTS[:2])

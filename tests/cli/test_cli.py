@@ -19,6 +19,7 @@ from guerdon.settings import sources
 from guerdon.settings.actors import ReinforceRunConfig, check_actor, resolve_schedule
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 from processes import environment
+from tiers import slow_but
 
 parser = functools.cache(cli.make_parser)
 
@@ -412,8 +413,8 @@ def test_a_boolean_flag_takes_no_other_value(run_yaml: str, capsys: pytest.Captu
     ("command", "says"),
     [
         ("reinforce", "rewards come from http://10.0.0.1:1234; results go to out/run"),
-        ("ppo", "values and rewards come from http://localhost:5556; results go to out/run"),
-        ("distill", "the teacher's log-probs come from http://10.0.0.1:9; results go to out/run"),
+        *slow_but((), [("ppo", "values and rewards come from http://localhost:5556; results go to out/run")]),
+        *slow_but((), [("distill", "the teacher's log-probs come from http://10.0.0.1:9; results go to out/run")]),
     ],
 )
 def test_an_actor_says_what_it_loads_before_torch_is_imported(
@@ -435,7 +436,7 @@ def test_an_actor_says_what_it_loads_before_torch_is_imported(
     ("argv", "says"),
     [
         ("--data.prompts absent.jsonl", "there is no absent.jsonl"),
-        ("--data.prompts absent.json", "absent.json does not exist"),
+        *slow_but((), [("--data.prompts absent.json", "absent.json does not exist")]),
         ("", "prompts.jsonl, row 1 (from 0): it has no field prompt, only text"),
         ("--data.field text", "prompts.jsonl, row 0 (from 0): it has no field text, only prompt"),
     ],

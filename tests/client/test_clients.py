@@ -185,16 +185,16 @@ def test_a_deadline_is_kept(url: str, service: ScriptedService) -> None:
         client.score(tokens=[[SLOW_TOKEN]], timeout_s=0.2)
 
 
-def test_two_thousand_submits_at_once(url: str, service: ScriptedService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_submits_at_once(url: str, service: ScriptedService, monkeypatch: pytest.MonkeyPatch) -> None:
     performed: list[Any] = []
     service.num_awaited = 64
     with RewardClient(url, max_in_flight=64) as client:
         (transport,) = client._thread.session._transports.values()
         perform = transport.perform
         monkeypatch.setattr(transport, "perform", lambda step: performed.append(type(step)) or perform(step))
-        futures = [client.submit(tokens=[[1000 + i, 5]]) for i in range(2000)]
-        assert [f.result(timeout=60.0).rewards[0] for f in futures] == [reward_of([1000 + i, 5]) for i in range(2000)]
-    assert service.num_scored == 2000
+        futures = [client.submit(tokens=[[1000 + i, 5]]) for i in range(600)]
+        assert [f.result(timeout=60.0).rewards[0] for f in futures] == [reward_of([1000 + i, 5]) for i in range(600)]
+    assert service.num_scored == 600
     assert service.most_in_progress == 64
     assert performed.count(Describe) == 1
 

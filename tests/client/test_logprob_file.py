@@ -194,6 +194,7 @@ def test_damaged_settings_are_named(text: str, teacher: Path, tmp_path: Path) ->
         write_logprobs(local, write(tmp_path / "in.jsonl", [{"tokens": [1, 2]}]), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_100_000_tokens_grow_the_process_by_less_than_300_mb(teacher: Path, tmp_path: Path) -> None:
     """At 64 ids a token the tables have 52 MB: two shards, of which one is held twice at a time."""
     rng = np.random.default_rng(0)

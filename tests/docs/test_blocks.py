@@ -129,6 +129,7 @@ def test_the_teachers_page_does_what_it_says(reader: Reader) -> None:
     assert "weight" in load_file(reader.folder / "head.safetensors")
 
 
+@pytest.mark.slow
 def test_the_recipes_for_distillation_do_what_they_say(reader: Reader) -> None:
     for name in ("my-model", "my-maths-model", "my-student"):
         if not (reader.folder / name).exists():
@@ -136,6 +137,7 @@ def test_the_recipes_for_distillation_do_what_they_say(reader: Reader) -> None:
     read(ROOT / "docs/teacher_recipes.md", reader)
 
 
+@pytest.mark.slow
 def test_a_critics_warm_up_from_a_file_goes_on_where_it_stopped(reader: Reader) -> None:
     lines = [json.dumps({"tokens": [3 + i, 4, 5, 6], "prompt_length": 2, "reward": i % 2}) + "\n" for i in range(130)]
     file = reader.folder / "experience.jsonl"

@@ -69,6 +69,7 @@ def run(code: str, *arguments: str, **variables: str) -> str:
     return done.stdout + (done.stderr if "OMP_DISPLAY_ENV" in variables else "")
 
 
+@pytest.mark.slow
 @needs_linux
 def test_a_pool_ends_and_comes_back_and_a_loaded_torch_is_left_alone() -> None:
     run(POOL)
@@ -89,7 +90,7 @@ def test_a_server_waits_with_no_threads_but_its_own_and_they_spin_briefly(tmp_pa
     [
         (COMMAND + LIBGOMP, {}, 1000),
         (COMMAND + LIBGOMP, {"GOMP_SPINCOUNT": "77"}, 77),
-        (COMMAND + LIBGOMP, {"OMP_WAIT_POLICY": "PASSIVE"}, 0),
+        pytest.param(COMMAND + LIBGOMP, {"OMP_WAIT_POLICY": "PASSIVE"}, 0, marks=pytest.mark.slow),
     ],
 )
 def test_threads_spin_briefly_unless_the_environment_overrides_it(
@@ -131,8 +132,8 @@ def test_memory_that_a_model_frees_is_kept_for_the_next_batch(tmp_path: Path) ->
     "variables",
     [
         {"MALLOC_MMAP_THRESHOLD_": "131072"},
-        {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"},
-        {"MALLOC_ARENA_MAX": "8"},
+        pytest.param({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, marks=pytest.mark.slow),
+        pytest.param({"MALLOC_ARENA_MAX": "8"}, marks=pytest.mark.slow),
     ],
     ids=["variable", "tunable", "arenas"],
 )
