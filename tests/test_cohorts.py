@@ -123,7 +123,7 @@ async def waits(service: Service, number: int) -> None:
         await asyncio.sleep(0.005)
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_groups_of_callers_at_once_get_their_own_rewards(count: int, server: RunningServer) -> None:
     """Five groups of eight callers at a time, whose calls come mixed."""
     groups = [[f"worth 0.{i + k} of {i}" for i in range(SIZE)] for k in range(2)]
