@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from guerdon.wire.forms import (
     label_probs,
     rerank,
-    sglang,
     sglang_logprobs,
     tei,
     tokens,
@@ -80,7 +79,7 @@ REQUESTS = [
     ),
     Request(
         "vLLM's EmbeddingRequest",
-        sglang.EmbeddingsBody,
+        vllm_pooling.EmbeddingsBody,
         f"{_VLLM} input add_special_tokens encoding_format embed_dtype endianness",
         f"{_VLLM_MEDIA} messages normalize dimensions",
         _VLLM_NOBODY | {REPLY_ID: "request_id", "it counts only with messages, which are refused": _CHAT},
@@ -136,7 +135,7 @@ REQUESTS = [
     ),
     Request(
         "SGLang's EmbeddingReqInput",
-        sglang.NativeBody,
+        vllm_pooling.NativeBody,
         "rid text input_ids priority",
         f"{_SGLANG_MEDIA} embed_override_token_id embed_overrides positional_embed_overrides is_cross_encoder_request "
         "lora_path lora_id dimensions return_pooled_hidden_states return_prompt_token_ids token_indices_to_pool "
@@ -145,7 +144,7 @@ REQUESTS = [
     ),
     Request(
         "SGLang's EmbeddingRequest",
-        sglang.EmbeddingsBody,
+        vllm_pooling.EmbeddingsBody,
         "input model encoding_format priority",
         "dimensions lora_path embed_override_token_id embed_overrides",
         {NOBODY: "user", REPLY_ID: "rid"},
@@ -203,7 +202,7 @@ REQUESTS = [
     Request("TEI's PredictRequest", tei.PredictBody, "inputs truncate truncation_direction raw_scores"),
     Request(
         "TEI's OpenAICompatRequest",
-        sglang.EmbeddingsBody,
+        vllm_pooling.EmbeddingsBody,
         "input model encoding_format",
         "dimensions",
         {NOBODY: "user"},

@@ -116,6 +116,6 @@ def test_bodies_of_forms_are_those_of_the_table() -> None:
         for kind in form.bodies
         if issubclass(kind, Body)
     }
-    own = ("openrlhf_reward", "slime", "llama_factory", "reward_services")
+    own = "reward_services"
     trainers = {kind for kind in found if kind.__module__.endswith(own)}
     assert found - trainers == {request.kind for request in REQUESTS if issubclass(request.kind, Body)}

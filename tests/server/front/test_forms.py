@@ -20,7 +20,7 @@ from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from guerdon.wire.forms import FORMS
 from guerdon.wire.forms.form import FormRequest, Url
-from guerdon.wire.forms.sglang import NativeBody
+from guerdon.wire.forms.vllm_pooling import NativeBody
 from served import Serve
 from server.echo_service import EchoService
 from server.form_examples import EXAMPLES
@@ -212,7 +212,7 @@ def test_a_large_body_is_read_and_answered_off_the_loop(service):
     def to_request(body: NativeBody, url: Url) -> FormRequest:
         threads.append(threading.get_ident())
         request = ScoreRequest(texts=[body.text[0][:9]] * rows[-1])
-        return FormRequest("", request, lambda reply, info: threads.append(threading.get_ident()))
+        return FormRequest(request, lambda reply, info: threads.append(threading.get_ident()))
 
     async def received() -> dict:
         if not bodies:  # it listens whether the client has left

@@ -3,13 +3,9 @@
 from guerdon.wire.forms import (
     gym,
     label_probs,
-    llama_factory,
-    openrlhf_reward,
     rerank,
     reward_services,
-    sglang,
     sglang_logprobs,
-    slime,
     tei,
     tokens,
     trl_logprobs,
@@ -18,7 +14,7 @@ from guerdon.wire.forms import (
 )
 from guerdon.wire.forms.form import forms_of
 
-FORMS = forms_of(openrlhf_reward, slime, reward_services, vllm_pooling, sglang, tei, rerank, llama_factory)
+FORMS = forms_of(reward_services, vllm_pooling, tei, rerank)
 """The forms that ask for scores, by the path that serves them."""
 
 TEACHER_FORMS = forms_of(vllm_logprobs, sglang_logprobs, trl_logprobs, label_probs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Mapping
@@ -59,9 +60,13 @@ class TokensUrl(Url, kw_only=True, forbid_unknown_fields=True):
 
 
 class Keys(msgspec.Struct, kw_only=True):
-    """An object in a body: keys that are not supported are refused, unknown ones ignored. Errors show `example`."""
+    """An object in a body: keys that are not supported are refused, unknown ones ignored. Errors show `example`.
+
+    `no_model` is the name that the peer's clients send if they mean none.
+    """
 
     example: ClassVar[str] = "{}"
+    no_model: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         for name, (reason, fine) in refused_keys(type(self)).items():
@@ -136,21 +141,22 @@ def check_rewards(info: ModelInfo) -> None:
 
 @dataclass(slots=True, eq=False)
 class FormRequest:
-    """One request in a form: its model (empty: the default one), its samples, and what writes the reply.
+    """One request in a form: its samples, what writes the reply, and its model if that is not the body's `model`.
 
     `request` is None if the body has no samples; `to_reply` then gets a reply without results. `to_reply` raises a
     failed sample's error. `check` runs before anything is computed, and raises InvalidRequest if the model cannot
     answer. `output` replaces the form's own. With `fails_apart` the reply tells each sample's own error. `num_tables`
-    is how many tables the reply makes of the samples' arrays, with all rows as long as the longest.
+    is how many tables the reply makes of the samples' arrays, with all rows as long as the longest. An empty `model`
+    is the default one.
     """
 
-    model: str
     request: ScoreRequest | None
     to_reply: Callable[[ScoreReply, ModelInfo], Any]
     check: Callable[[ModelInfo], None] = check_rewards
     output: str = ""
     num_tables: int = 0
     fails_apart: bool = False
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +183,7 @@ class Form:
         """Returns the request in the body and the URL's query; raises InvalidRequest."""
         parsed, url = read_body(self, body, query)
         asked = self.to_request(parsed, url)
+        asked.model = asked.model or ("" if parsed.model in (None, parsed.no_model) else parsed.model)
         if asked.request is not None:
             asked.request.is_whole = not asked.fails_apart
             if isinstance(parsed, GroupBody) and parsed.group is not None:
@@ -202,7 +209,6 @@ def serves(
     peer: str,
     *replies: Any,
     to_error: ToError,
-    choose: Callable[[Octets], type[Keys]] | None = None,
     output: str = schema.REWARDS.name,
 ) -> Callable[[Callable[[Any, Any], FormRequest]], Form]:
     """Makes a function of a body and a URL the form of some paths; its annotations say which it reads."""
@@ -210,8 +216,7 @@ def serves(
     def decorate(to_request: Callable[[Any, Any], FormRequest]) -> Form:
         body, url, _ = typing.get_type_hints(to_request).values()
         _, error = typing.get_args(typing.get_type_hints(to_error)["return"])
-        kinds = typing.get_args(body) or (body,)
-        return Form(peer, kinds, url, replies, to_request, error, to_error, choose, output, tuple(paths.split()))
+        return Form(peer, (body,), url, replies, to_request, error, to_error, None, output, tuple(paths.split()))
 
     return decorate
 
@@ -220,6 +225,23 @@ def forms_of(*modules: ModuleType) -> dict[str, Form]:
     """Returns the forms that the modules define, by the paths that serve them."""
     found = [form for module in modules for form in vars(module).values() if isinstance(form, Form)]
     return {path: form for form in found for path in form.paths}
+
+
+def either(paths: str, peer: str, first: Form, first_keys: str, second: Form, second_keys: str, refusal: str) -> Form:
+    """Returns the form of paths that take the bodies of two forms: the second's if the body has one of its keys."""
+
+    def to_request(body: Any, url: Any) -> FormRequest:
+        return (second if isinstance(body, second.bodies) else first).to_request(body, url)
+
+    return dataclasses.replace(
+        first,
+        peer=peer,
+        bodies=(*first.bodies, *second.bodies),
+        replies=(*first.replies, *second.replies),
+        to_request=to_request,
+        choose=choose_by(first_keys, first.bodies[0], second_keys, second.bodies[0], refusal),
+        paths=tuple(paths.split()),
+    )
 
 
 def choose_by(

@@ -21,9 +21,8 @@ from guerdon.messages import answered, plain
 from guerdon.wire import bodies
 from guerdon.wire.bodies import MAX_ROWS, check_depth, digest, kind_of
 from guerdon.wire.forms import form
-from guerdon.wire.forms.labels import attributes_of, number
+from guerdon.wire.forms.labels import attributes_of, number, rewards_of
 from guerdon.wire.kserve import ErrorBody, to_error
-from guerdon.wire.score_tensors import scores_of
 
 LABEL_KEYS = ("label", "expected_answer", "ground_truth", "answer", "verifier_metadata")
 """Keys of a row that may hold the label, in order of preference, unless the URL names one."""
@@ -204,7 +203,7 @@ def _verify(row: dict[str, Any], url: VerifyUrl) -> form.FormRequest:
         kept = {name: value for name, value in row.items() if name not in _OURS}
         return kept | {name: value for name, value in added.items() if value is not UNSET}
 
-    return form.FormRequest(body.model or "", request, to_reply)
+    return form.FormRequest(request, to_reply, model=body.model or "")
 
 
 def _cohort(body: VerifyBody, row: Mapping[str, Any], request: ScoreRequest) -> GroupKey:
@@ -398,7 +397,6 @@ def _compare(body: CompareBody, url: form.Url) -> form.FormRequest:
             )
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> CompareReply:
-        rewards = np.array([number(score.reward) for score in scores_of(reply)], np.float32)
         assert isinstance(reply, JudgedReply) and reply.comparisons is not None
         verdicts = reply.comparisons.verdicts.ravel()
         scores = np.concatenate([verdicts, 1 - verdicts])
@@ -408,9 +406,9 @@ def _compare(body: CompareBody, url: form.Url) -> form.FormRequest:
             "tiebreak_usage_rate": float((verdicts == 0.5).mean()),
             "disagreement_rate": float(reply.comparisons.disagreed.mean()),
         }
-        return CompareReply(rewards, [*_results(reply.comparisons, info)], statistics)
+        return CompareReply(rewards_of(reply), [*_results(reply.comparisons, info)], statistics)
 
-    return form.FormRequest(body.model or "", request, to_reply, check)
+    return form.FormRequest(request, to_reply, check)
 
 
 def _results(comparisons: Comparisons, info: ModelInfo) -> Iterator[ComparisonResult]:

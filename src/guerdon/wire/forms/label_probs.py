@@ -36,6 +36,7 @@ Labels = Annotated[list[TokenId], SOME]
 class SGLangScoreBody(Body, kw_only=True):
     """Query and items are both texts or both token ids; texts are joined before they are tokenised."""
 
+    no_model: ClassVar[str] = "default"
     example: ClassVar[str] = '{"query": "Is it blue? ", "items": ["The sky.", "Grass."], "label_token_ids": [9, 2]}'
     query: Query
     items: Annotated[str | Annotated[list[Item], Meta(max_length=MAX_ROWS)], Meta(description=f"a string, {_ITEMS}")]
@@ -85,8 +86,12 @@ class GenerativeScoringReply(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
-def to_sglang_request(body: SGLangScoreBody, url: Url) -> FormRequest:
+@serves("", "SGLang's probabilities of labels", SGLangScoreReply, to_error=to_error, output=NEXT_TOKENS)
+def of_sglang(body: SGLangScoreBody, url: Url) -> FormRequest:
     """The reply has the labels' probabilities for each item: over all tokens, or with softmax over the labels."""
+    for name in url.__struct_fields__:
+        if name != "model" and getattr(url, name) is not None:  # only vLLM's form has them
+            raise InvalidRequest(f"the URL has the key {name!r}, which SGLang's form does not have; leave it out")
     items = [body.items] if isinstance(body.items, str) else body.items
     wanted = str if isinstance(body.query, str) else list
     _check_kinds(items, wanted, f"query is {kind_of(body.query)}")
@@ -100,17 +105,16 @@ def to_sglang_request(body: SGLangScoreBody, url: Url) -> FormRequest:
         usage = Usage(prompt_tokens=num_tokens, total_tokens=num_tokens)
         return SGLangScoreReply(scores=probs.tolist(), model=info.name, usage=usage)
 
-    model = "" if body.model in (None, "default") else body.model
     check = _check(body.label_token_ids)
     if not items:
-        return FormRequest(model, None, to_reply, check, NEXT_TOKENS)
+        return FormRequest(None, to_reply, check, NEXT_TOKENS)
     _check_size(body.query, items)
     if isinstance(query := body.query, str):
         texts = [str(item) + query if body.item_first else query + str(item) for item in items]
         request = NextTokenRequest(texts=texts, add_special_tokens=True, ids=labels, shared=np.empty(0, np.int64))
     else:
         request = _to_request(items, ids=labels, shared=to_ids(query), is_item_first=body.item_first)
-    return FormRequest(model, request, to_reply, check, NEXT_TOKENS)
+    return FormRequest(request, to_reply, check, NEXT_TOKENS)
 
 
 @serves(
@@ -141,7 +145,7 @@ def _generative_scoring(body: GenerativeScoringBody, url: Url) -> FormRequest:
         rows = [GenerativeScoringRow(index=i, score=score) for i, score in enumerate(probs[:, 0].tolist())]
         return GenerativeScoringReply(id=reply_id, created=int(time.time()), model=info.name, data=rows, usage=usage)
 
-    return FormRequest(body.model or "", request, to_reply, _check(body.label_token_ids), NEXT_TOKENS)
+    return FormRequest(request, to_reply, _check(body.label_token_ids), NEXT_TOKENS)
 
 
 def _to_request(items: list[Any], **more: Any) -> NextTokenRequest:

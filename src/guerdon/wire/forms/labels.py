@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta
 
-from guerdon.core import ModelInfo, Score
+from guerdon.core import ModelInfo, Score, ScoreReply
 from guerdon.errors import SampleFailed
 from guerdon.wire.bodies import BLOCK, Written
+from guerdon.wire.score_tensors import scores_of
 
 Activation = Literal["sigmoid", "softmax", "fitting"]
 """The function of a sample's numbers; `fitting` is softmax for several, sigmoid for one."""
@@ -26,6 +27,12 @@ def number(value: float) -> np.float32:
     if not abs(value) <= _LARGEST:
         raise SampleFailed(f"the score {value} is not a finite number of float32")
     return np.float32(value)
+
+
+def rewards_of(reply: ScoreReply, activation: Activation | None = None) -> np.ndarray:
+    """Returns the samples' rewards, float32 `[B]`; raises the first failed row's error."""
+    rewards = np.array([number(score.reward) for score in scores_of(reply)], np.float32)
+    return activated(rewards[:, None], activation)[:, 0]
 
 
 def labels_of(info: ModelInfo, count: int = 1) -> tuple[str, ...]:

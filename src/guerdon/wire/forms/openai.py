@@ -84,6 +84,13 @@ class Usage(msgspec.Struct, kw_only=True):
 U = TypeVar("U", bound=Usage)
 
 
+class FinishReason(msgspec.Struct):
+    """SGLang's, of an answer that ends with its first tokens."""
+
+    type: str = "length"
+    length: int = 0
+
+
 class Row(msgspec.Struct, kw_only=True):
     """What a sample's row may have beside its numbers; see `labels.more_of`."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 import numpy as np
@@ -10,28 +10,20 @@ from msgspec import UNSET, Meta, UnsetType
 
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest
-from guerdon.wire.forms.form import (
-    SOME,
-    Body,
-    FormRequest,
-    Text,
-    Whole,
-    choose_by,
-    pair_samples,
-    refuses,
-    serves,
-)
-from guerdon.wire.forms.labels import Activation, activated, components_of, number
+from guerdon.wire.forms.form import SOME, Body, FormRequest, Text, Whole, either, pair_samples, refuses, serves
+from guerdon.wire.forms.labels import Activation, components_of, rewards_of
 from guerdon.wire.forms.openai import count_tokens, new_id, to_error
-from guerdon.wire.forms.sample_options import OptionsUrl, activation_of, with_options
 from guerdon.wire.forms.tei import Direction, truncation_of
 from guerdon.wire.forms.vllm_pooling import (
     CUT,
     PUT_INTO_PROMPTS,
     ContentPart,
+    OptionsUrl,
     PoolingOptions,
     PoolingUsage,
+    activation_of,
     joined_parts,
+    with_options,
 )
 from guerdon.wire.score_tensors import scores_of
 
@@ -104,26 +96,28 @@ class TEIRank(msgspec.Struct, kw_only=True):
 
 @serves("/v1/rerank /v2/rerank", "vLLM, Cohere and Jina", RerankReply, to_error=to_error)
 def _of_vllm(body: RerankBody, url: OptionsUrl) -> FormRequest:
+    """The query and each document are a pair, tokenised apart; the highest score stands first."""
     entries = body.documents if isinstance(body.documents, list) else [body.documents]
     documents = [_text(entry, f"documents[{i}]") for i, entry in enumerate(entries)]
-    request = with_options(pair_samples([_text(body.query, "query")], documents), body, -(body.priority or 0))
+    request = with_options(pair_samples([_text(body.query, "query")], documents), body)
     activation, reply_id = activation_of(body), body.request_id or new_id()
     num_returned = body.top_n if body.top_n is not None and body.top_n > 0 else len(documents)
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> RerankReply:
-        scores, more = _scores(reply, info, activation)
+        numbers, scores = rewards_of(reply, activation), scores_of(reply)
 
         def row(i: int) -> RerankRow:
             shown = UNSET if body.return_documents is False else RankedDocument(documents[i])
-            return RerankRow(index=i, document=shown, relevance_score=scores[i], **more[i])
+            return RerankRow(index=i, document=shown, relevance_score=numbers[i], **components_of(scores[i], info))
 
-        rows = [row(int(i)) for i in np.argsort(-scores, kind="stable")[:num_returned]]
+        rows = [row(int(i)) for i in np.argsort(-numbers, kind="stable")[:num_returned]]
         usage = count_tokens(reply, PoolingUsage)
         return RerankReply(id=f"score-{reply_id}", model=info.name, usage=usage, results=rows)
 
-    return FormRequest(body.model or "", request, to_reply)
+    return FormRequest(request, to_reply)
 
 
+@serves("", "Text Embeddings Inference's ranking", list[TEIRank], to_error=to_error)
 def _of_tei(body: TEIRerankBody, url: OptionsUrl) -> FormRequest:
     for name in ("use_activation", "softmax", "activation"):
         if getattr(url, name) is not None:
@@ -134,30 +128,27 @@ def _of_tei(body: TEIRerankBody, url: OptionsUrl) -> FormRequest:
     activation: Activation | None = "sigmoid" if body.raw_scores is False else None
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> list[TEIRank]:
-        scores, more = _scores(reply, info, activation)
+        numbers, scores = rewards_of(reply, activation), scores_of(reply)
 
         def row(i: int) -> TEIRank:
-            return TEIRank(index=i, text=body.texts[i] if body.return_text else UNSET, score=scores[i], **more[i])
+            text = body.texts[i] if body.return_text else UNSET
+            return TEIRank(index=i, text=text, score=numbers[i], **components_of(scores[i], info))
 
         # TEI reverses a stable ascending order, so that of equal scores the last stands first.
-        return [row(int(i)) for i in np.argsort(scores, kind="stable")[::-1]]
+        return [row(int(i)) for i in np.argsort(numbers, kind="stable")[::-1]]
 
-    return FormRequest(body.model or "", request, to_reply)
+    return FormRequest(request, to_reply)
 
 
-@serves(
+_rerank = either(
     "/rerank",
     "vLLM's ranking, and TEI's",
-    RerankReply,
-    list[TEIRank],
-    to_error=to_error,
-    choose=choose_by(
-        "documents", RerankBody, "texts", TEIRerankBody, "vLLM's form and of TEI's; send documents, else texts"
-    ),
+    _of_vllm,
+    "documents",
+    _of_tei,
+    "texts",
+    "vLLM's form and of TEI's; send documents, else texts",
 )
-def _rerank(body: RerankBody | TEIRerankBody, url: OptionsUrl) -> FormRequest:
-    """The query and each document are a pair, tokenised apart; the highest score stands first."""
-    return _of_tei(body, url) if isinstance(body, TEIRerankBody) else _of_vllm.to_request(body, url)
 
 
 def _text(entry: str | Document, name: str) -> str:
@@ -166,10 +157,3 @@ def _text(entry: str | Document, name: str) -> str:
     if (entry.text is None) == (entry.content is None):
         raise InvalidRequest(f"{name} has {'no' if entry.text is None else 'both'} text and content; send one of them")
     return entry.text if entry.content is None else joined_parts(entry.content)  # type: ignore[return-value]
-
-
-def _scores(reply: ScoreReply, info: ModelInfo, activation: Activation | None) -> tuple[np.ndarray, list[Any]]:
-    """Returns one number a sample, float32 `[B]`, and its components."""
-    scores = [*scores_of(reply)]
-    numbers = activated(np.array([number(score.reward) for score in scores], np.float32).reshape(-1, 1), activation)
-    return numbers[:, 0], [components_of(score, info) for score in scores]

@@ -1,23 +1,129 @@
-"""Reward services of other projects: UniRL's `/score`, and `/batch_reward` of SkyPilot's examples. Texts only."""
+"""Remote reward models as trainers ask them: the forms of OpenRLHF, slime, UniRL, SkyPilot and LlamaFactory."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
-from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest
+from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Truncation
 from guerdon.errors import InvalidRequest
-from guerdon.wire.bodies import MAX_ROWS, check_depth, cut
+from guerdon.messages import answered
+from guerdon.wire.bodies import MAX_ROWS, check_depth, cut, kind_of
 from guerdon.wire.forms import form
-from guerdon.wire.forms.labels import attributes_of, components_of, number
+from guerdon.wire.forms.labels import attributes_of, components_of, number, rewards_of
 from guerdon.wire.kserve import to_error
 from guerdon.wire.score_tensors import prompt_groups, scores_of
 
 LABEL_KEYS = ("label", "expected_answer", "ground_truth", "answer")
-"""Keys of a request's metadata that may hold the label, in order of preference."""
+"""Keys of a UniRL request's metadata that may hold the label, in order of preference."""
+
+
+class GetRewardUrl(form.Url, kw_only=True, forbid_unknown_fields=True):
+    """`extra_logs=false` leaves the components out, at which OpenRLHF 0.8.3 to 0.8.11 would stop.
+
+    `ending=true` ends texts that the model's chat template has made as it ends an answer.
+    """
+
+    extra_logs: form.Switch = None
+    ending: form.Switch = None
+
+
+class GetRewardBody(form.GroupBody, kw_only=True):
+    """Whole texts, since 0.5.8 with their prompts and since 0.6 with their labels; empty lists count as none."""
+
+    example: ClassVar[str] = '{"query": ["a prompt and its response"], "prompts": ["a prompt"], "labels": [null]}'
+    query: Annotated[
+        str | Annotated[list[form.Text], Meta(max_length=MAX_ROWS)], Meta(description="a string, or a list of strings")
+    ]
+    prompts: Annotated[str | list[form.Text] | None, Meta(description="a string, or a list of strings")] = None
+    labels: Annotated[Any, Meta(description="any value, one a text of query, or none")] = None
+
+
+class GetRewardReply(msgspec.Struct):
+    """One number a text, under both names; `extra_logs` has the components of each."""
+
+    rewards: np.ndarray
+    scores: np.ndarray
+    extra_logs: dict[str, list[np.float32]]
+
+
+@form.serves("/get_reward", "OpenRLHF's remote reward model", GetRewardReply, to_error=to_error)
+def _get_reward(body: GetRewardBody, url: GetRewardUrl) -> form.FormRequest:
+    wants_logs = url.extra_logs != "false"
+
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> GetRewardReply:
+        rewards = rewards_of(reply)
+        components = [attributes_of(score, info) for score in scores_of(reply)] if wants_logs else []
+        logs = {name: [one[name] for one in components] for name in (components[0] if components else ())}
+        return GetRewardReply(rewards, rewards, logs)
+
+    request = None if body.query == [] else _to_request(body)
+    if request is not None:
+        request.completes = url.ending == "true"
+    return form.FormRequest(request, to_reply)
+
+
+def _to_request(body: GetRewardBody) -> ScoreRequest:
+    texts, labels = form.to_texts(body.query), body.labels
+    if isinstance(body.query, str) and not isinstance(labels, list | None):
+        labels = [labels]  # one sample's label may stand without a list
+    prompts = form.to_texts(body.prompts) if body.prompts else None
+    if labels is not None and not isinstance(labels, list):
+        raise InvalidRequest(f"labels is {kind_of(labels)}; send a list with one label a text of query")
+    for name, values in (("prompts", prompts), ("labels", labels)):
+        if values and len(values) != len(texts):
+            raise InvalidRequest(f"{name} has {len(values)} entries, query {len(texts)}; send one a text, or none")
+    check_depth(labels, "labels")
+    return ScoreRequest(
+        texts=texts, groups=prompt_groups(prompts) if prompts else None, prompts=prompts, references=labels or None
+    )
+
+
+class RewardUrl(form.Url, kw_only=True, forbid_unknown_fields=True):
+    """With `key`, as `--reward-key` of slime names it, the reply is an object that has the number under that name.
+
+    `ending=false` scores a text prompt and its response as they are, without the ending of the model's chat template.
+    """
+
+    ending: form.Switch = None
+    key: Annotated[str, Meta(extra_json_schema={"not": {"const": "components"}})] = ""
+
+
+class RewardBody(form.GroupBody, kw_only=True):
+    """One sample, its prompt a text or messages."""
+
+    example: ClassVar[str] = '{"prompt": "a prompt", "response": " and its response", "label": null}'
+    prompt: Annotated[str | form.Conversation, Meta(description="a string, or a list of objects with role and content")]
+    response: form.Text
+    label: Any | UnsetType = UNSET
+
+
+@form.serves("/reward", "slime's remote reward model", float, dict[str, Any], to_error=to_error)
+def _reward(body: RewardBody, url: RewardUrl) -> form.FormRequest:
+    """The reply is the bare number, or with `key` an object with the number and its `components`."""
+    key = url.key
+    if key == "components":
+        raise InvalidRequest("the URL has key=components, the key of a sum's parts; choose another key")
+    if isinstance(body.prompt, str):
+        request = form.pair_samples([body.prompt], [body.response])
+        request.completes = url.ending != "false"
+    else:
+        request = form.of_conversation(answered(form.check_conversation(body.prompt, "prompt"), body.response))
+    request.references = None if body.label is UNSET else [body.label]
+    check_depth(request.references, "label")
+
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> np.float32 | dict[str, Any]:
+        (score,) = scores_of(reply)
+        reward = number(score.reward)
+        if not key:
+            return reward
+        components = attributes_of(score, info)
+        return {"components": components, key: reward} if components else {key: reward}
+
+    return form.FormRequest(request, to_reply)
 
 
 @form.refuses("image_b64 video_b64 video_path", "models here read texts; send the turn's text alone")
@@ -54,8 +160,9 @@ class UniRLReply(msgspec.Struct):
     errors: list[dict[str, str]]
 
 
-def of_unirl(body: UniRLBody) -> form.FormRequest:
-    """Returns the request of a body, whose turns alternate and end with the assistant's."""
+@form.serves("", "UniRL's reward service", UniRLReply, to_error=to_error)
+def of_unirl(body: UniRLBody, url: form.Url) -> form.FormRequest:
+    """The turns alternate, and end with the assistant's."""
     names = dict.fromkeys(name for one in body.requests for name in one.required_rewards)
     model = body.model or (next(iter(names)) if len(names) == 1 else "")
 
@@ -84,7 +191,7 @@ def of_unirl(body: UniRLBody) -> form.FormRequest:
         return made
 
     request = _conversations(body) if body.requests else None
-    return form.FormRequest(model, request, to_reply, check, fails_apart=True)
+    return form.FormRequest(request, to_reply, check, model=model, fails_apart=True)
 
 
 def _conversations(body: UniRLBody) -> ScoreRequest:
@@ -142,4 +249,29 @@ def _batch_reward(body: BatchRewardBody, url: form.Url) -> form.FormRequest:
         mean = float(np.mean([row.reward for row in rows], dtype=np.float64)) if rows else 0.0
         return BatchRewardReply(rows, mean)
 
-    return form.FormRequest(body.model or "", request, to_reply)
+    return form.FormRequest(request, to_reply)
+
+
+class EvaluationBody(form.Body, kw_only=True):
+    """Whole texts, tokenised without special tokens; `max_length` cuts their ends off."""
+
+    example: ClassVar[str] = '{"model": "reward_model", "messages": ["a prompt and its response"]}'
+    messages: Annotated[list[form.Text], Meta(min_length=1, max_length=MAX_ROWS, description="a list of strings")]
+    max_length: Annotated[int, Meta(ge=1)] | None = None
+
+
+class EvaluationReply(msgspec.Struct):
+    """One number a text."""
+
+    model: str
+    scores: np.ndarray
+    object: Literal["score.evaluation"] = "score.evaluation"
+
+
+@form.serves("/v1/score/evaluation", "LlamaFactory's reward API", EvaluationReply, to_error=to_error)
+def _evaluate(body: EvaluationBody, url: form.Url) -> form.FormRequest:
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> EvaluationReply:
+        return EvaluationReply(info.name, rewards_of(reply))
+
+    bound = None if body.max_length is None else Truncation(body.max_length, "right")
+    return form.FormRequest(ScoreRequest(texts=body.messages, truncation=bound), to_reply)

@@ -38,8 +38,7 @@ from guerdon.wire.forms.logprob_texts import (
     triples,
     written,
 )
-from guerdon.wire.forms.openai import new_id, to_error
-from guerdon.wire.forms.sglang import FinishReason
+from guerdon.wire.forms.openai import FinishReason, new_id, to_error
 from guerdon.wire.tensors import pad_rows
 
 _NO_GENERATION = "a teacher does not generate: send max_new_tokens 0, or 1 for the likeliest next token"
@@ -83,6 +82,7 @@ class Sampling(form.Keys, kw_only=True):
 class SGLangGenerateBody(form.Body, kw_only=True):
     """Either `text` or `input_ids`: one sample, or a list of them; other keys hold for all, or have a list."""
 
+    no_model: ClassVar[str] = "default"
     example: ClassVar[str] = (
         '{"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 0}, "return_logprob": true, '
         '"logprob_start_len": 0}'
@@ -228,7 +228,7 @@ def _generate(body: SGLangGenerateBody, url: form.Url) -> form.FormRequest:
 
     widest = max((query.num_given for query in request.asks), default=0)
     check = check_counts(top_logprobs_num=max(one.top for one in asked), token_ids_logprob=widest)
-    return form.FormRequest("" if body.model in (None, "default") else body.model, request, to_reply, check)
+    return form.FormRequest(request, to_reply, check)
 
 
 def _asked(body: SGLangGenerateBody, count: int, single: bool) -> list[_Asked]:

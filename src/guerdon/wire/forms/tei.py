@@ -111,7 +111,7 @@ def _predict(body: PredictBody, url: PredictUrl) -> FormRequest:
         labelled = [_labelled(score, info, activation) for score in scores_of(reply)]
         return labelled[0] if single else labelled
 
-    return FormRequest(body.model or "", request, to_reply)
+    return FormRequest(request, to_reply)
 
 
 def _rows(inputs: str | list[str | list[str]]) -> tuple[list[list[str]], bool]:

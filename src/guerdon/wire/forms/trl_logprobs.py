@@ -113,7 +113,7 @@ def _sequence_logprobs(body: SequenceLogprobsBody, url: Url) -> FormRequest:
 
     check = check_counts(top_logprobs=body.top_logprobs)
     num_tables = int(body.response_format == "binary")
-    return FormRequest(body.model or "", request, to_reply, check, num_tables=num_tables)
+    return FormRequest(request, to_reply, check, num_tables=num_tables)
 
 
 def _in_json(

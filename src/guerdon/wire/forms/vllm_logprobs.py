@@ -218,7 +218,7 @@ def _completions(body: CompletionsBody, url: form.Url) -> form.FormRequest:
         return CompletionsReply(id=reply_id, created=int(time.time()), model=info.name, choices=choices, usage=usage)
 
     check = check_counts(prompt_logprobs=body.prompt_logprobs or 0, logprobs=body.logprobs or 0)
-    return form.FormRequest(body.model or "", request, to_reply, check)
+    return form.FormRequest(request, to_reply, check)
 
 
 @form.serves(
@@ -278,7 +278,7 @@ def _generate(body: GenerateBody, url: form.Url) -> form.FormRequest:
         logprobs=asked.logprobs or 0,
         prompt_logprob_token_ids=0 if given is None else given.shape[1],
     )
-    return form.FormRequest(body.model or "", request, to_reply, check, num_tables=0 if given is None else 2)
+    return form.FormRequest(request, to_reply, check, num_tables=0 if given is None else 2)
 
 
 # --- asking --------------------------------------------------------------------------------------------------------

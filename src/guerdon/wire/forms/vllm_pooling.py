@@ -1,39 +1,67 @@
-"""vLLM's forms `/classify`, `/pooling` and `/score`."""
+"""vLLM's and SGLang's forms for scores: `/classify`, `/pooling`, `/score`, `/encode` and `/v1/embeddings`."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
-from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
+from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest, Truncation
 from guerdon.errors import InvalidRequest
 from guerdon.wire import schema
-from guerdon.wire.forms import form, label_probs, labels, reward_services, sglang
-from guerdon.wire.forms.openai import Numbers, Row, Usage, count_tokens, new_id, to_error
-from guerdon.wire.forms.sample_options import (
-    EncodingFormat,
-    Endianness,
-    OptionsUrl,
-    SampleOptions,
-    activation_of,
-    encoder,
-    use_activation,
-    with_options,
+from guerdon.wire.forms import form, label_probs, labels, reward_services
+from guerdon.wire.forms.openai import (
+    FinishReason,
+    Numbers,
+    Row,
+    Usage,
+    count_tokens,
+    new_id,
+    to_error,
+    to_flat_error,
 )
 from guerdon.wire.score_tensors import scores_of
 
 CUT = "cut the texts before they are sent"
 PUT_INTO_PROMPTS = "put it into the prompts"
 _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+_SEND_PAIRS = "to /score as text_1 and text_2"
+
+EncodingFormat = Literal["float", "base64"] | None
+Endianness = Literal["native", "little", "big"] | None
+
+
+class OptionsUrl(form.TokensUrl, kw_only=True, forbid_unknown_fields=True):
+    use_activation: form.Switch = None
+    softmax: form.Switch = None
+    activation: form.Switch = None
+
+
+@form.refuses("mm_processor_kwargs media_io_kwargs", "this server reads texts and token ids")
+class SampleOptions(form.GroupBody, kw_only=True):
+    """`softmax` and `activation` are older names of `use_activation`."""
+
+    priority_sign: ClassVar[int] = 1
+    priority: form.Whole | None = None
+    add_special_tokens: bool | None = None
+    padding: Literal["do_not_pad"] | None = None
+    truncate_prompt_tokens: (
+        Annotated[int, Meta(ge=-1, le=2**63 - 1, description="1 or more, or -1 for the model's own")] | None
+    ) = None
+    truncation_side: Literal["left", "right"] | None = None
+    use_activation: bool | None = None
+    softmax: bool | None = None
+    activation: bool | None = None
 
 
 class PoolingOptions(SampleOptions, kw_only=True):
     """Requests of a lower priority go first."""
 
+    priority_sign: ClassVar[int] = -1
     request_id: str | None = None
 
 
@@ -138,38 +166,168 @@ class PairsReply(_Reply, kw_only=True):
     data: list[ScoreRow]
 
 
-@form.serves(
-    "/classify",
-    "vLLM's classification, and SGLang's",
-    ClassifyReply,
-    *sglang.NATIVE_REPLIES,
-    to_error=to_error,
-    choose=form.choose_by(
-        "input messages",
-        ClassifyBody,
-        "text input_ids",
-        sglang.NativeBody,
-        "vLLM's form and of SGLang's; send input or messages, else text",
-    ),
+@form.refuses(
+    "input_embeds image_data video_data audio_data embed_overrides embed_override_token_id positional_embed_overrides "
+    "multi_item_delimiter_indices token_indices_to_pool",
+    "this server scores whole samples of text or token ids",
 )
-def _classify(body: ClassifyBody | sglang.NativeBody, url: OptionsUrl) -> form.FormRequest:
+@form.refuses("is_cross_encoder_request", f"send the pairs {_SEND_PAIRS}")
+@form.refuses("lora_path lora_id", "serve the merged checkpoint under a name of its own")
+@form.refuses("dimensions", "a reward is no embedding that could be shortened")
+@form.refuses("return_pooled_hidden_states return_prompt_token_ids", "this server answers with scores only")
+class SGLangBody(SampleOptions, kw_only=True):
+    """Requests of a higher priority go first. The options beyond `priority` are vLLM's."""
+
+    no_model: ClassVar[str] = "default"
+
+
+_Text = Annotated[str, Meta(description=f"a string; send pairs {_SEND_PAIRS}")]
+_Texts = Annotated[str | Annotated[list[_Text], form.SOME], Meta(description="a string, or a list of strings")]
+
+
+class NativeBody(SGLangBody, kw_only=True):
+    """Either `text` or `input_ids`: one sample, or a list of them."""
+
+    example: ClassVar[str] = '{"text": ["a prompt and its response"]}'
+    text: _Texts | None = None
+    input_ids: form.Ids | None = None
+    rid: Annotated[str | list[str] | None, Meta(description="a string, or a list with one a sample")] = None
+
+
+@form.refuses("messages", "send conversations to /classify or /pooling")
+@form.refuses("normalize", "a reward has no length that could be made 1")
+class EmbeddingsBody(SGLangBody, kw_only=True):
+    example: ClassVar[str] = '{"input": ["a prompt and its response"]}'
+    input: form.TextsOrIds
+    encoding_format: EncodingFormat = None
+    embed_dtype: Literal["float32"] | None = None
+    endianness: Endianness = None
+
+
+class MetaInfo(msgspec.Struct):
+    id: str
+    prompt_tokens: int
+    weight_version: str
+    e2e_latency: float
+    finish_reason: FinishReason
+
+
+class NativeReply(Row, kw_only=True):
+    embedding: np.ndarray
+    meta_info: MetaInfo
+
+
+class EmbeddingsRow(Row, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: Numbers
+
+
+class EmbeddingsUsage(Usage, kw_only=True):
+    reasoning_tokens: int = 0
+
+
+class EmbeddingsReply(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[EmbeddingsRow]
+    model: str
+    usage: EmbeddingsUsage
+
+
+def with_options(request: ScoreRequest, body: SampleOptions) -> ScoreRequest:
+    """Returns the request with the body's options; raises InvalidRequest."""
+    request.add_special_tokens = body.add_special_tokens if request.texts is not None else None
+    request.priority = body.priority_sign * (body.priority or 0)
+    max_tokens = body.truncate_prompt_tokens
+    if max_tokens is not None:
+        if max_tokens == 0:
+            raise InvalidRequest("truncate_prompt_tokens is 0; send 1 or more, or -1 for the model's own")
+        # vLLM loads the tokenizers of pooling models so that they keep the beginning.
+        request.truncation = Truncation(None if max_tokens == -1 else max_tokens, body.truncation_side or "right")
+    return request
+
+
+def use_activation(body: SampleOptions) -> bool | None:
+    """Returns the switch under the first of its names that the body has, None if it has none."""
+    wanted = (body.use_activation, body.softmax, body.activation)
+    return next((value for value in wanted if value is not None), None)
+
+
+def activation_of(body: SampleOptions) -> labels.Activation | None:
+    """Returns the activation of the scores: none unless the body requests one."""
+    return "fitting" if use_activation(body) else None
+
+
+def _encoder(body: PoolingBody | EmbeddingsBody) -> Callable[[np.ndarray], Any]:
+    """Returns what writes numbers: as lists, or their bytes as base64."""
+    dtype = ">f4" if body.endianness == "big" else "<f4"
+    return (lambda numbers: labels.in_base64(numbers, dtype)) if body.encoding_format == "base64" else lambda x: x
+
+
+@form.serves("/encode", "SGLang's embeddings", NativeReply, list[NativeReply], to_error=to_error)
+def _encode(body: NativeBody, url: OptionsUrl) -> form.FormRequest:
+    """The reply has the numbers as `embedding`, raw unless `use_activation` is true; a list only for a list."""
+    name, samples = form.one_of(body, "text", "input_ids", "the two")
+    request, activation = with_options(form.to_samples(samples, name), body), activation_of(body)
+    single = form.is_single(samples)
+    ids = _ids(body.rid, len(request), single)
+
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> NativeReply | list[NativeReply]:
+        seconds, version = reply.queue_s + reply.compute_s, reply.weights_version
+        rows = [
+            NativeReply(
+                embedding=labels.numbers_of(score, info, activation),
+                meta_info=MetaInfo(rid, length, version, seconds, FinishReason()),
+                **labels.more_of(score, info),
+            )
+            for rid, length, score in zip(ids, reply.lengths, scores_of(reply), strict=True)
+        ]
+        return rows[0] if single else rows
+
+    return form.FormRequest(request, to_reply)
+
+
+@form.serves("/v1/embeddings", "SGLang's embeddings in OpenAI's form", EmbeddingsReply, to_error=to_flat_error)
+def _embeddings(body: EmbeddingsBody, url: OptionsUrl) -> form.FormRequest:
+    """The reply has the numbers as `embedding`, raw unless `use_activation` is true."""
+    request = with_options(form.to_samples(body.input, "input"), body)
+    activation, encode = activation_of(body), _encoder(body)
+
+    def to_reply(reply: ScoreReply, info: ModelInfo) -> EmbeddingsReply:
+        rows = []
+        for i, score in enumerate(scores_of(reply)):
+            embedding = encode(labels.numbers_of(score, info, activation))
+            rows.append(EmbeddingsRow(index=i, embedding=embedding, **labels.more_of(score, info)))
+        return EmbeddingsReply(data=rows, model=info.name, usage=count_tokens(reply, EmbeddingsUsage))
+
+    return form.FormRequest(request, to_reply)
+
+
+@form.serves("", "vLLM's classification", ClassifyReply, to_error=to_error)
+def _classification(body: ClassifyBody, url: OptionsUrl) -> form.FormRequest:
     """The reply has a number a label as `probs`: raw, unless `use_activation` is true."""
-    if isinstance(body, sglang.NativeBody):
-        return sglang.native.to_request(body, url)
     request, activation, reply_id = _samples(body), activation_of(body), body.request_id or new_id()
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> ClassifyReply:
-        def row(index: int, score: Score) -> ClassifyRow:
+        rows = []
+        for i, score in enumerate(scores_of(reply)):
             probs = labels.numbers_of(score, info, activation)
-            label = labels.labels_of(info, len(probs))[int(probs.argmax())]
-            return ClassifyRow(
-                index=index, label=label, probs=probs, num_classes=len(probs), **labels.more_of(score, info)
-            )
-
-        rows = [row(i, score) for i, score in enumerate(scores_of(reply))]
+            label, more = labels.labels_of(info, len(probs))[int(probs.argmax())], labels.more_of(score, info)
+            rows.append(ClassifyRow(index=i, label=label, probs=probs, num_classes=len(probs), **more))
         return ClassifyReply(data=rows, **_head(f"classify-{reply_id}", reply, info))
 
-    return form.FormRequest(body.model or "", request, to_reply)
+    return form.FormRequest(request, to_reply)
+
+
+_classify = form.either(
+    "/classify",
+    "vLLM's classification, and SGLang's",
+    _classification,
+    "input messages",
+    _encode,
+    "text input_ids",
+    "vLLM's form and of SGLang's; send input or messages, else text",
+)
 
 
 @form.serves("/pooling", "vLLM's pooling", PoolingReply, to_error=to_error)
@@ -179,7 +337,7 @@ def _pooling(body: PoolingBody, url: OptionsUrl) -> form.FormRequest:
     A step's numbers are its probabilities of being wrong and of being right.
     """
     request, activation, reply_id = _samples(body), activation_of(body), body.request_id or new_id()
-    task, encode, wants_raw = body.task, encoder(body.encoding_format, body.endianness), use_activation(body) is False
+    task, encode, wants_raw = body.task, _encoder(body), use_activation(body) is False
     request.wants_rewards = task != "token_classify"
 
     def is_by_token(info: ModelInfo) -> bool:
@@ -196,86 +354,71 @@ def _pooling(body: PoolingBody, url: OptionsUrl) -> form.FormRequest:
             request.steps = [np.arange(len(row)) for row in request.tokens]  # as vLLM does without a step's tag
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> PoolingReply:
-        by_token = is_by_token(info)
-
-        def row(index: int, score: Score) -> PoolingRow:
-            if by_token:
-                return PoolingRow(index=index, data=encode(_token_numbers(score, activation)))
-            return PoolingRow(
-                index=index, data=encode(labels.numbers_of(score, info, activation)), **labels.more_of(score, info)
-            )
-
-        rows = [row(i, score) for i, score in enumerate(scores_of(reply))]
+        rows = []
+        for i, score in enumerate(scores_of(reply)):
+            if is_by_token(info):
+                rows.append(PoolingRow(index=i, data=encode(_token_numbers(score, activation))))
+            else:
+                numbers = encode(labels.numbers_of(score, info, activation))
+                rows.append(PoolingRow(index=i, data=numbers, **labels.more_of(score, info)))
         return PoolingReply(data=rows, **_head(f"pooling-{reply_id}", reply, info))
 
-    return form.FormRequest(body.model or "", request, to_reply, check)
+    return form.FormRequest(request, to_reply, check)
 
 
-@form.serves(
-    "/score",
-    "vLLM's scores of pairs, and UniRL's reward service",
-    PairsReply,
-    reward_services.UniRLReply,
-    to_error=to_error,
-    choose=form.choose_by(
-        "text_1 queries data_1",
-        PairsBody,
-        "requests",
-        reward_services.UniRLBody,
-        "vLLM's form and of UniRL's; send text_1 and text_2, else requests",
-    ),
-)
-def _score(body: PairsBody | reward_services.UniRLBody, url: OptionsUrl) -> form.FormRequest:
+@form.serves("", "vLLM's scores of pairs", PairsReply, to_error=to_error)
+def _of_pairs(body: PairsBody, url: OptionsUrl) -> form.FormRequest:
     """The two texts of a pair are tokenised apart; the reply has one number a pair as `score`."""
-    if isinstance(body, reward_services.UniRLBody):
-        return reward_services.of_unirl(body)
     prompts, responses = _pairs(body)
-    request = with_options(form.pair_samples(prompts, responses), body, -(body.priority or 0))
+    request = with_options(form.pair_samples(prompts, responses), body)
     activation, reply_id = activation_of(body), body.request_id or new_id()
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> PairsReply:
-        def row(index: int, score: Score) -> ScoreRow:
-            (value,) = labels.activated(np.array([labels.number(score.reward)]), activation)
-            return ScoreRow(index=index, score=value, **labels.components_of(score, info))
-
-        rows = [row(i, score) for i, score in enumerate(scores_of(reply))]
+        numbers, scores = labels.rewards_of(reply, activation), scores_of(reply)
+        rows = [ScoreRow(index=i, score=numbers[i], **labels.components_of(s, info)) for i, s in enumerate(scores)]
         return PairsReply(data=rows, **_head(f"score-{reply_id}", reply, info))
 
-    return form.FormRequest(body.model or "", request, to_reply)
+    return form.FormRequest(request, to_reply)
 
 
-@form.serves(
+_score = form.either(
+    "/score",
+    "vLLM's scores of pairs, and UniRL's reward service",
+    _of_pairs,
+    "text_1 queries data_1",
+    reward_services.of_unirl,
+    "requests",
+    "vLLM's form and of UniRL's; send text_1 and text_2, else requests",
+)
+_v1_score = form.either(
     "/v1/score",
     "vLLM's scores of pairs, and SGLang's probabilities of labels",
-    PairsReply,
-    label_probs.SGLangScoreReply,
-    to_error=to_error,
-    choose=form.choose_by(
-        "text_1 queries data_1",
-        PairsBody,
-        "query label_token_ids",
-        label_probs.SGLangScoreBody,
-        "vLLM's form and of SGLang's; send text_1 and text_2, else query",
-    ),
+    _of_pairs,
+    "text_1 queries data_1",
+    label_probs.of_sglang,
+    "query label_token_ids",
+    "vLLM's form and of SGLang's; send text_1 and text_2, else query",
 )
-def _score_or_label_probs(body: PairsBody | label_probs.SGLangScoreBody, url: OptionsUrl) -> form.FormRequest:
-    """SGLang's form asks a teacher or a judge how likely labels are as the next token."""
-    if isinstance(body, label_probs.SGLangScoreBody):
-        for name in ("use_activation", "softmax", "activation", "add_special_tokens"):  # only vLLM's form has them
-            if getattr(url, name) is not None:
-                raise InvalidRequest(f"the URL has the key {name!r}, which SGLang's form does not have; leave it out")
-        return label_probs.to_sglang_request(body, url)
-    return _score.to_request(body, url)
 
 
 def _samples(body: ClassifyBody) -> ScoreRequest:
     name, samples = form.one_of(body, "input", "messages")
-    priority = -(body.priority or 0)  # vLLM's lower numbers go first
     if name == "input":
-        return with_options(form.to_samples(samples, name), body, priority)
+        return with_options(form.to_samples(samples, name), body)
     if body.add_special_tokens:
         raise InvalidRequest("add_special_tokens is true beside messages, whose template writes them; leave it out")
-    return with_options(form.of_conversation(form.check_conversation(samples, name)), body, priority)
+    return with_options(form.of_conversation(form.check_conversation(samples, name)), body)
+
+
+def _ids(rid: str | list[str] | None, num_samples: int, single: bool) -> list[str]:
+    """The reply's id of each sample: the body's, or for several samples a string with their numbers."""
+    if rid is None:
+        return [new_id() for _ in range(num_samples)]
+    if isinstance(rid, str):
+        return [rid] if single else [f"{rid}_{i}" for i in range(num_samples)]
+    if len(rid) != num_samples:
+        raise InvalidRequest(f"rid is a list of {len(rid)}; send a string, or a list of {num_samples}, one a sample")
+    return rid
 
 
 def _pairs(body: PairsBody) -> tuple[list[str], list[str]]:
