@@ -162,7 +162,7 @@ def test_a_batch_without_a_score_is_logged_once_and_counted_by_doctor(folder: Pa
     judge = JudgeConfig(model=str(folder / "llama"), rubric=judged.write(folder), max_other_mass=0.0)
     logged = io.StringIO()
     handler = logging.StreamHandler(logged)
-    logging.getLogger("guerdon.server.failure_log").addHandler(handler)
+    logging.getLogger("guerdon.server.metrics").addHandler(handler)
     try:
         with served.running(judge) as running:
             with RewardClient(running.http_url, "judge") as client:
@@ -170,7 +170,7 @@ def test_a_batch_without_a_score_is_logged_once_and_counted_by_doctor(folder: Pa
                     assert np.isnan(client.score(texts=TEXTS, prompts=PROMPTS).rewards).all()
             (found,) = (one for one in examine_server(running.http_url) if "without a score" in one.text)
     finally:
-        logging.getLogger("guerdon.server.failure_log").removeHandler(handler)
+        logging.getLogger("guerdon.server.metrics").removeHandler(handler)
     assert logged.getvalue().startswith("judge: 3 of 3 samples have no score (NoVerdict 3)")
     assert logged.getvalue().count("\n") == 1 and "colour" not in logged.getvalue()
     assert (found.level, found.help != "") == ("problem", True)

@@ -9,21 +9,21 @@ from guerdon import cli
 from guerdon.client import RewardClient
 from guerdon.core import Score
 from guerdon.errors import InvalidRequest, NoVerdict
-from guerdon.server import failure_log
-from guerdon.server.failure_log import FailureLog
+from guerdon.server import metrics
+from guerdon.server.metrics import FailureLog
 from scorers import NAN
 from served import briefly
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [record.getMessage() for record in caplog.records if record.name == failure_log.log.name]
+    found = [record.getMessage() for record in caplog.records if record.name == metrics.log.name]
     caplog.clear()
     return found
 
 
 def test_a_minutes_failures_are_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr(failure_log.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
     kept, failed = FailureLog(), NoVerdict("a secret")
     with caplog.at_level(logging.INFO):
         kept.note("judge", [Score(1.0)] * 3)

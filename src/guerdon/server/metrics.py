@@ -7,8 +7,10 @@ Names and units are as Prometheus has them, and as vLLM's where it has the same;
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import Cancelled, ChildEnded, GuerdonError, ServerFault
-from guerdon.server.failure_log import FailureLog
+
+log = logging.getLogger(__name__)
 
 UNKNOWN = "unknown"
 """The label of every model that is not served, because clients may send any number of names."""
@@ -26,6 +29,8 @@ SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 DIFFERENCES = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1, 10)
 MASSES = (1e-4, 1e-3, 0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+_LOG_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +250,35 @@ class Metrics:
         """All metrics in Prometheus' text format."""
         others = b"" if self._others is None else self._others().encode()
         return generate_latest(_WithoutCreated(self._registry)) + others
+
+
+class FailureLog:
+    """Logs samples without a score: at most one line a minute for each model, with counts and kinds and never a text.
+
+    Belongs to one thread.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, Counts[str]] = {}
+        self._num_samples: Counts[str] = Counts()
+        self._logged: dict[str, float] = {}
+
+    def note(self, model: str, results: Sequence[object]) -> None:
+        """Counts an answered request's samples; logs if some failed and the model's last line is a minute old."""
+        self._num_samples[model] += len(results)
+        kinds = self._kinds.setdefault(model, Counts())
+        kinds.update(type(one).__name__ for one in results if isinstance(one, GuerdonError))
+        now = time.monotonic()
+        if not kinds or now - self._logged.get(model, -_LOG_EVERY_S) < _LOG_EVERY_S:
+            return
+        counts = ", ".join(f"{kind} {count:,}" for kind, count in kinds.most_common())
+        log.warning(
+            "%s: %s of %s samples have no score (%s); the error of each, which its client gets, says why",
+            model, f"{kinds.total():,}", f"{self._num_samples[model]:,}", counts,
+        )  # fmt: skip
+        self._logged[model] = now
+        self._num_samples[model] = 0
+        kinds.clear()
 
 
 class _Calls(dict[tuple[str, tuple[str, ...]], Callable[[float], None]]):

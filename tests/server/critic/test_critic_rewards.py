@@ -8,10 +8,9 @@ import pytest
 
 from guerdon.critic_core import Gae, Operation, TrainReport, TrainRequest
 from guerdon.errors import InvalidRequest, Offloaded, StartError, StorageFailed
-from guerdon.server.critic import answered, store
-from guerdon.server.critic.answered import AnsweredEstimates
+from guerdon.server.critic import store
 from guerdon.server.critic.records import digest_of
-from guerdon.server.critic.store import Journal
+from guerdon.server.critic.store import AnsweredEstimates, Journal
 from server.arithmetic_critic import WAIT_TOKEN, after, request
 from server.critic.test_critic import control, records, running, train
 from server.helpers import until
@@ -97,7 +96,7 @@ async def test_a_request_that_waits_already_is_estimated_once() -> None:
 
 
 async def test_only_the_newest_answers_keep_their_advantages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answered, "MOST_BYTES", 20)  # the tokens of one request take 16
+    monkeypatch.setattr(store, "MOST_KEPT_BYTES", 20)  # the tokens of one request take 16
     async with running(tmp_path) as service:
         for name in "ab":
             await train(service, rewarded(name, 3))
@@ -188,7 +187,7 @@ def test_kept_answers_keep_their_order_as_bytes(monkeypatch: pytest.MonkeyPatch)
     report = TrainReport("", 1, "1", 0.5, [0.5], 1, 0.0, 0.0, 1.0, 1.0, 1, 0)
     for asked in made:
         assert_answered(again.complete(report, asked), asked, 1.0)
-    monkeypatch.setattr(answered, "MOST_BYTES", 2 * 2 * 4 * 4)  # two requests of two rows of two tokens
+    monkeypatch.setattr(store, "MOST_KEPT_BYTES", 2 * 2 * 4 * 4)  # two requests of two rows of two tokens
     again.keep(made[1])
     for asked in made[1:]:
         again.complete(report, asked)

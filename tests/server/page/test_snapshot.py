@@ -12,8 +12,8 @@ from guerdon.core import Score
 from guerdon.errors import InvalidRequest, SampleFailed
 from guerdon.server.metrics import Metrics
 from guerdon.server.page import snapshot, traffic
-from guerdon.server.page.query import parse_query
-from guerdon.server.page.recent_errors import RecentErrors
+from guerdon.server.page.snapshot import parse_query
+from guerdon.server.page.traffic import RecentErrors
 from guerdon.settings.config import ServerConfig
 from server.echo_service import EchoService
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import errno
 import logging
 import os
@@ -17,14 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 from safetensors import SafetensorError
+from safetensors.numpy import load as unpack
+from safetensors.numpy import save as pack
 
 from guerdon.core import Command, ModelInfo, Signal
 from guerdon.critic_core import CheckpointInfo, TrainReport, TrainRequest
 from guerdon.durable import ASIDE, DAMAGED, locked, make_folder, storing, sync, write_new
 from guerdon.errors import InvalidRequest, RanksLost, StartError, StorageFailed, TrainFailed
-from guerdon.server.critic.answered import AnsweredEstimates
 from guerdon.server.critic.checkpoint_folder import Checkpoint, CheckpointFolder, DamagedCheckpoint
 from guerdon.server.critic.records import NAME, Record, decode_record, encode_record, is_cut, read_checkpoint
 from guerdon.settings.config import FREEZING, LEARNING, CriticConfig
@@ -34,6 +37,9 @@ log = logging.getLogger(__name__)
 
 MOST_OUTCOMES = 10_000
 """An id older than this many train requests would be applied as a new one."""
+
+MOST_KEPT_BYTES = 256 << 20
+"""Older answers are dropped, but never the newest; a client asks again for the one that it waits for."""
 
 _SETTINGS = (*LEARNING, *FREEZING, "attribute_weights", "mean", "std", "global_batch_size", "loss_clip_val")
 """Facts that determine the weights, beside the requests and the initial weights."""
@@ -234,6 +240,52 @@ class Journal:
     def _remove_file(self, path: Path) -> None:
         self._owed[path] = None
         self.settle()
+
+
+class AnsweredEstimates:
+    """Advantages and returns by the requests' ids: the masked tokens' of the newest requests, at most MOST_KEPT_BYTES."""
+
+    def __init__(self, data: bytes | None = None) -> None:
+        """`data` is what `dumps` returned."""
+        tables = {} if data is None else unpack(data)
+        # safetensors does not keep the order.
+        self._tables = {name.split("/", 1)[1]: tables[name] for name in sorted(tables)}
+
+    def dumps(self) -> bytes | None:
+        """Returns all of it as bytes; None if there is nothing."""
+        if not self._tables:
+            return None
+        return pack({f"{i:06d}/{name}": table for i, (name, table) in enumerate(self._tables.items())})
+
+    def keep(self, request: TrainRequest) -> None:
+        """Keeps the request's estimates, if it has rewards."""
+        if request.advantages is None:
+            return
+        counts = request.mask > 0
+        self.drop(request.id)
+        self._tables[request.id] = np.stack([request.advantages[counts], request.returns[counts]])
+        while len(self._tables) > 1 and sum(table.nbytes for table in self._tables.values()) > MOST_KEPT_BYTES:
+            del self._tables[next(iter(self._tables))]
+
+    def drop(self, name: str) -> None:
+        """Drops the kept estimates of the request of that id, if any."""
+        self._tables.pop(name, None)
+
+    def complete(self, report: TrainReport, request: TrainRequest) -> TrainReport:
+        """Returns the report with the advantages and returns of the request, if that has rewards.
+
+        Raises InvalidRequest if they are not kept any more.
+        """
+        if request.rewards is None:
+            return report
+        if (table := self._tables.get(request.id)) is None:
+            raise InvalidRequest(
+                f"train request {request.id!r} was applied (the critic was at step {report.step} then), but its "
+                f"advantages are not kept any more: those of the newest requests are, {MOST_KEPT_BYTES >> 20} MiB of them"
+            )
+        advantages, returns = np.zeros((2, *request.mask.shape), np.float32)
+        advantages[request.mask > 0], returns[request.mask > 0] = table
+        return dataclasses.replace(report, advantages=advantages, returns=returns)
 
 
 class Store:

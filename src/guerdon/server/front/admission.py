@@ -17,7 +17,7 @@ from guerdon.core import ModelInfo, ScoreReply, Sequence
 from guerdon.critic_core import OperationInfo
 from guerdon.errors import GuerdonError, Overloaded, Unauthenticated, UnknownModel
 from guerdon.memory import trim
-from guerdon.server import answers, tracing
+from guerdon.server import tracing
 from guerdon.server.auth import Caller
 from guerdon.server.batching.sharing import Shares
 from guerdon.server.metrics import UNKNOWN
@@ -32,6 +32,8 @@ T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", covariant=True)
 
 RETRY_AFTER_S = 1.0
+
+_NUMBER_BYTES = 4
 
 _TRIMMED_BYTES = 64 << 20
 _TRIMMED_AFTER_S = 1.0
@@ -261,8 +263,10 @@ class Visit(Place):
 
     def _hold_answer(self, sequences: list[Sequence], info: ModelInfo) -> None:
         """Holds the answer's bytes, before it is made; one that is larger than all room may be made alone."""
-        num_bytes = answers.num_bytes(sequences, info, self._num_tables)
-        if num_bytes:
+        if info.is_by_token:  # else each answer has only a few numbers
+            rows = [_NUMBER_BYTES * s.num_tokens if s.ask is None else s.ask.array_bytes for s in sequences]
+            # Tables are made of them besides, whose rows are as long as the longest.
+            num_bytes = sum(rows) + self._num_tables * len(rows) * max(rows, default=0)
             self.hold(min(self._num_bytes + num_bytes, self._gate.bytes.most(self._client)))
 
     @staticmethod

@@ -20,7 +20,7 @@ from guerdon.server.front.http_request import (
 )
 from guerdon.server.reading import INLINE_BYTES
 from guerdon.settings.config import LimitsConfig
-from guerdon.wire import bodies, kserve, kserve_answers
+from guerdon.wire import bodies, kserve
 from guerdon.wire.bodies import InPieces
 from guerdon.wire.forms.form import Form
 from guerdon.wire.kserve import ServedReply
@@ -64,8 +64,12 @@ class KServeExchange:
 
     async def encode(self, answer: ServedReply, info: ModelInfo | OperationInfo) -> Reply:
         """Returns JSON, and binary tensors if they were asked for."""
-        assert self._visit.tensors is not None
-        write = functools.partial(kserve_answers.write, answer, self._visit.tensors, info)
+        tensors = self._visit.tensors
+        assert tensors is not None
+
+        def write() -> InPieces:
+            return kserve.encode_reply(kserve.to_reply(answer, tensors, info), tensors)
+
         num_bytes = max(self.num_bytes, self._visit.table_bytes(answer, info))
         make = functools.partial(_body, write, self._visit, self._request)
         payload, json_length = await self._visit.run(make, num_bytes)

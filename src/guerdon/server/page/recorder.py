@@ -15,9 +15,8 @@ from guerdon.server.metrics import Metrics
 from guerdon.server.page import traffic
 from guerdon.server.page.component_history import ComponentHistory
 from guerdon.server.page.extremes import ExtremeSamples
-from guerdon.server.page.recent_errors import RecentErrors
 from guerdon.server.page.reward_history import RewardHistory
-from guerdon.server.page.traffic import FINE_S, CounterHistory
+from guerdon.server.page.traffic import FINE_S, CounterHistory, RecentErrors
 from guerdon.settings.config import DashboardConfig
 
 log = logging.getLogger(__name__)
