@@ -13,7 +13,7 @@ from collections.abc import Sequence as ListLike
 from importlib import metadata
 from typing import Literal
 
-from guerdon.core import Executor, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence
+from guerdon.core import Executor, ModelInfo, ScoreReply, ScoreRequest, Sequence
 from guerdon.critic_core import ControlRequest, TrainRequest
 from guerdon.errors import DeadlineExceeded, GuerdonError, InvalidRequest, RanksLost, Unavailable
 from guerdon.kinds import all_kinds, routes, samples
@@ -190,7 +190,7 @@ class Service:
     async def _finish(self, asked: Asks, job: Job, client: str) -> ScoreReply:
         """Makes the reply of a job that was computed."""
         info = asked.served.info
-        work = functools.partial(_assemble, job, info.weights_version, asked.sequences, asked.errors)
+        work = functools.partial(job.reply, info.weights_version, asked.sequences, asked.errors)
         reply = await self.reader.run_over(len(asked.sequences), client, work)
         reply = await all_kinds.of(info).finish(asked, reply, self.metrics)
         decoder = all_kinds.of(info).tokenizer(asked.served)
@@ -337,21 +337,6 @@ class Service:
         self.ready, self.loss = False, self.loss or self.loops.loss
         if not isinstance(self.loss, RanksLost):  # else `end_after_loss` answers the clients first
             self.end()
-
-
-def _assemble(job: Job, version: str, sequences: list[Sequence], errors: list[InvalidRequest | None]) -> ScoreReply:
-    """Puts the job's results between the `errors`; `version` is the weights' if nothing was computed."""
-    computed = iter(job.results)
-    results: list[Score | GuerdonError] = []
-    for error in errors:
-        result = next(computed) if error is None else error
-        assert result is not None
-        if isinstance(result, Unavailable):
-            raise copy.copy(result)  # other requests raise it, too
-        results.append(result)
-    queue_s = max(0.0, job.taken - job.arrived) if job.sequences else 0.0
-    lengths, tokens = [len(s.tokens) for s in sequences], [s.tokens for s in sequences]
-    return ScoreReply(results, lengths, job.weights_version or version, queue_s, job.compute_s, tokens)
 
 
 @functools.cache

@@ -52,7 +52,7 @@ _STATUSES = {
 _USUAL = (400, 401, 403, 404, 405, 413, 431, 500, 501, 503, 504)
 _OF_TEI = (*_USUAL, 422, 424, 429)
 
-_ADMIN = "needs a key of the role admin"
+_ADMIN, _TRAIN = "needs a key of the role admin", "needs a key of the role train"
 _ABOUT = """Reward models, critics, teachers and judges over KServe v2, the open inference protocol, and in the forms
 of other servers. If the server has keys, every path but `/v2/health/live`, `/v2/health/ready`, `/health` and `/health/`
 needs one."""
@@ -117,15 +117,13 @@ def document(
 ) -> dict[str, Any]:
     """Returns the document, OpenAPI 3.1, of a server of these models and operations, with its page or without."""
     scored = [info.name for info in models if isinstance(info, ModelInfo)]
-    metrics = _path(_READ, "What the server has counted and measured", _ok(_PROMETHEUS, _TEXT))
-    own = _path(_READ, "This document", _ok(_JSON, {"type": "object"}))
     forms = {path: _form(form, scored) for path, form in ALL_FORMS.items()}
     answers = {path: _answered(answer) for path, answer in ANSWERS.items()}
     sections = {
         "KServe v2": _kserve(models),
         "Forms of other servers": forms | answers | _tokens(scored) | _openai(scored),
         "Swapping models": _repository(scored) | _control(scored),
-        "Observing": _health() | {"/metrics": metrics, "/openapi.json": own},
+        "Observing": _observing(),
         "Pages": _page(scored) if has_page else {},
     }
     paths = {}
@@ -154,13 +152,17 @@ def document(
     }
 
 
-def _health() -> dict[str, Any]:
-    live, health = _ok(_JSON, signature.Liveness), _described("it is") | _described("it is not", 503)
+def _observing() -> dict[str, Any]:
+    health = _described("it is") | _described("it is not", 503)
+    text = {"200": _answer("the reply", {}, _content(_PROMETHEUS, _TEXT))}
+    own = {"200": _answer("the reply", {}, _content(_JSON, {"type": "object"}))}
     return {
-        "/v2/health/live": _path(_READ, "Whether the server is alive", live, is_open=True),
-        "/v2/health/ready": _path(_READ, "Whether all models are ready", _ok(_JSON, signature.Readiness), is_open=True),
+        "/v2/health/live": _path(_READ, "Whether the server is alive", signature.Liveness, is_open=True),
+        "/v2/health/ready": _path(_READ, "Whether all models are ready", signature.Readiness, is_open=True),
         "/health": _path(_READ, "Whether all models are ready", health, is_open=True),
         "/health/": _path(_READ, "The same, for TRL before 1.11", health, is_open=True),
+        "/metrics": _path(_READ, "What the server has counted and measured", text),
+        "/openapi.json": _path(_READ, "This document", own),
     }
 
 
@@ -170,24 +172,25 @@ def _kserve(models: Sequence[ModelInfo | OperationInfo]) -> dict[str, Any]:
         table(dict.fromkeys(field for info in models for field in found(info).values()))
         for found in (inputs_of, outputs_of)
     )
-    ready, statistics = _ok(_JSON, signature.Readiness), _ok(_JSON, signature.Statistics)
-    paths = dict.fromkeys(("/v2", "/v2/"), _path(_READ, "The server", _ok(_JSON, signature.ServerMetadata)))
+    paths = dict.fromkeys(("/v2", "/v2/"), _path(_READ, "The server", signature.ServerMetadata))
     head = {"200": _described("the head")["200"] | {"content": _content(_BINARY, _BYTES)}}
     head |= _described("the client's copy is current", 304)
-    paths["/v2/models/stats"] = _path(_READ, "Statistics of all models in Triton's terms", statistics)
+    # In JSON, or in binary tensors after their JSON, whose length is in the header.
+    replied = _content(_JSON, kserve.ReplyBody) | _content(_BINARY, _BYTES)
+    length = {"inference-header-content-length": _header("bytes of JSON before the binary tensors")}
+    questions = (
+        ("", "The model's tensors", signature.ModelMetadata),
+        ("/config", "The model's configuration in Triton's terms", signature.TritonConfig),
+        ("/stats", "Statistics in Triton's terms", signature.Statistics),
+        ("/ready", "Whether the model is ready", signature.Readiness),
+        ("/head", "A teacher's output head, as safetensors", head),
+    )
+    paths["/v2/models/stats"] = _path(_READ, "Statistics of all models in Triton's terms", signature.Statistics)
     for version in ("", "/versions/{version}"):
         model, where = "/v2/models/{name}" + version, [_in_path("name", names)]
         if version:
             where.append(_in_path("version", [signature.MODEL_VERSION]))
-        metadata, config = _ok(_JSON, signature.ModelMetadata), _ok(_JSON, signature.TritonConfig)
-        # In JSON, or in binary tensors after their JSON, whose length is in the header.
-        replied = _content(_JSON, kserve.ReplyBody) | _content(_BINARY, _BYTES)
-        length = {"inference-header-content-length": _header("bytes of JSON before the binary tensors")}
-        paths[model] = _path(_READ, "The model's tensors", metadata, parameters=where)
-        paths[model + "/config"] = _path(_READ, "The model's configuration in Triton's terms", config, parameters=where)
-        paths[model + "/stats"] = _path(_READ, "Statistics in Triton's terms", statistics, parameters=where)
-        paths[model + "/ready"] = _path(_READ, "Whether the model is ready", ready, parameters=where)
-        paths[model + "/head"] = _path(_READ, "A teacher's output head, as safetensors", head, parameters=where)
+        paths |= {model + path: _path(_READ, summary, reply, where) for path, summary, reply in questions}
         paths[model + "/infer"] = _path(
             _WRITE,
             "Scores, or an operation on a critic",
@@ -201,47 +204,43 @@ def _kserve(models: Sequence[ModelInfo | OperationInfo]) -> dict[str, Any]:
 
 
 def _repository(names: list[str]) -> dict[str, Any]:
-    one, where = "/v2/repository/models/{name}/", [_in_path("name", names)]
-    index = _ok(_JSON, list[triton_repository.IndexEntry])
-    body, load, unload = (
-        _content(_JSON, kind)
-        for kind in (triton_repository.IndexBody, triton_repository.LoadBody, triton_repository.UnloadBody)
-    )
-    unloaded = _described("done")
-    loaded = {"200": unloaded["200"] | {"headers": {"guerdon-weights-version": _header("what serves now")}}}
+    where, index = [_in_path("name", names)], list[triton_repository.IndexEntry]
+    done = _described("done")
+    loaded = {"200": done["200"] | {"headers": {"guerdon-weights-version": _header("what serves now")}}}
+
+    def path(summary: str, reply: Any, body: Any, where: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        return _path(_WRITE, summary, reply, where, _content(_JSON, body), needs_body=False)
+
+    load = path(f"Serves other weights; {_ADMIN}", loaded, triton_repository.LoadBody, where)
     return {
-        "/v2/repository/index": _path(_WRITE, "The served models", index, body=body, needs_body=False),
-        one + "load": _path(
-            _WRITE, f"Serves other weights; {_ADMIN}", loaded, parameters=where, body=load, needs_body=False
-        ),
-        one + "unload": _path(
-            _WRITE, f"Stops serving it; {_ADMIN}", unloaded, parameters=where, body=unload, needs_body=False
+        "/v2/repository/index": path("The served models", index, triton_repository.IndexBody),
+        "/v2/repository/models/{name}/load": load,
+        "/v2/repository/models/{name}/unload": path(
+            f"Stops serving it; {_ADMIN}", done, triton_repository.UnloadBody, where
         ),
     }
 
 
 def _control(names: list[str]) -> dict[str, Any]:
-    trains = "needs a key of the role train"
-    sleep, wake, told = (
-        _ok(_JSON, kind) for kind in (vllm_control.SleepReply, vllm_control.WakeReply, vllm_control.IsSleepingReply)
+    tensors = _content(_JSON, vllm_control.UpdateBody) | _content(_BINARY, _BYTES)
+    phases = {
+        "/init_weight_transfer_engine": ("Sets up live weights", _content(_JSON, vllm_control.InitBody)),
+        "/start_weight_update": ("Begins an update of the weights", None),
+        "/update_weights": ("Takes tensors, as safetensors or by files", tensors),
+        "/finish_weight_update": ("Swaps the new weights in", _content(_JSON, vllm_control.FinishBody)),
+    }
+    of_sleep, of_wake, of_update, of_model = (
+        _in_url(url, names) for url in (vllm_control.SleepUrl, vllm_control.WakeUrl, vllm_control.UpdateUrl, Url)
     )
-    phase, of_update = _ok(_JSON, vllm_control.PhaseReply), _in_url(vllm_control.UpdateUrl, names)
-    phases = [
-        ("/init_weight_transfer_engine", "Sets up live weights", _content(_JSON, vllm_control.InitBody)),
-        ("/start_weight_update", "Begins an update of the weights", None),
-        (
-            "/update_weights",
-            "Takes tensors, as safetensors or by files",
-            _content(_JSON, vllm_control.UpdateBody) | _content(_BINARY, _BYTES),
-        ),
-        ("/finish_weight_update", "Swaps the new weights in", _content(_JSON, vllm_control.FinishBody)),
-    ]
-    of_sleep, of_wake = (_in_url(url, names) for url in (vllm_control.SleepUrl, vllm_control.WakeUrl))
+    sleeps = f"Gives models' memory back until they wake up; {_TRAIN}"
     return {
-        "/sleep": _path(_WRITE, f"Gives models' memory back until they wake up; {trains}", sleep, of_sleep),
-        "/wake_up": _path(_WRITE, f"Wakes models up; {trains}", wake, of_wake),
-        **{path: _path(_WRITE, f"{what}; {trains}", phase, of_update, body) for path, what, body in phases},
-        "/is_sleeping": _path(_READ, "Which models sleep", told, _in_url(Url, names)),
+        "/sleep": _path(_WRITE, sleeps, vllm_control.SleepReply, of_sleep),
+        "/wake_up": _path(_WRITE, f"Wakes models up; {_TRAIN}", vllm_control.WakeReply, of_wake),
+        **{
+            path: _path(_WRITE, f"{what}; {_TRAIN}", vllm_control.PhaseReply, of_update, body)
+            for path, (what, body) in phases.items()
+        },
+        "/is_sleeping": _path(_READ, "Which models sleep", vllm_control.IsSleepingReply, of_model),
     }
 
 
@@ -249,58 +248,42 @@ def _page(names: list[str]) -> dict[str, Any]:
     file = {"name": "file", "in": "path", "required": True, "schema": _TEXT}
     window = _in_query("window", {"type": "number", "minimum": 60, "maximum": 86_400})
     reference = _in_query("reference", {"type": "string", "pattern": r"^(previous|start|[0-9.]+-[0-9.]+)$"})
-    model = _in_query("model", {"enum": names})
-    beside, until = _in_query("beside", {"enum": names}), _in_query("until", {"type": "number", "exclusiveMinimum": 0})
+    model, beside = (_in_query(name, {"enum": names}) for name in ("model", "beside"))
+    until = _in_query("until", {"type": "number", "exclusiveMinimum": 0})
     files = {"200": _described("the file")["200"] | {"content": {"*/*": {"schema": _TEXT}}}}
     files |= _described("the browser's copy is current", 304)
+    shown = [window, reference, model, beside, until]
+    samples = "The best and the worst recent samples; if there are keys, needs one of the role admin"
+    trial = _content(_JSON, page_bodies.TrialBody)
     return {
         "/": _path(_READ, "The page", files),
         "/docs": _path(_READ, "The page that shows this document", files),
-        "/dashboard/{file}": _path(_READ, "A file of these pages", files, parameters=[file]),
-        "/dashboard/snapshot": _path(
-            _READ,
-            "All that the page shows",
-            _ok(_JSON, page_bodies.Snapshot),
-            parameters=[window, reference, model, beside, until],
-        ),
-        "/dashboard/samples": _path(
-            _READ,
-            "The best and the worst recent samples; if there are keys, needs one of the role admin",
-            _ok(_JSON, page_bodies.Extremes),
-            parameters=[model, window],
-        ),
-        "/dashboard/try": _path(
-            _WRITE,
-            "Scores responses, token by token",
-            _ok(_JSON, page_bodies.TrialReply),
-            body=_content(_JSON, page_bodies.TrialBody),
-        ),
+        "/dashboard/{file}": _path(_READ, "A file of these pages", files, [file]),
+        "/dashboard/snapshot": _path(_READ, "All that the page shows", page_bodies.Snapshot, shown),
+        "/dashboard/samples": _path(_READ, samples, page_bodies.Extremes, [model, window]),
+        "/dashboard/try": _path(_WRITE, "Scores responses, token by token", page_bodies.TrialReply, body=trial),
     }
 
 
 def _openai(names: list[str]) -> dict[str, Any]:
-    listed, one = _ok(_JSON, openai.OpenAIModels), _ok(_JSON, openai.OpenAIModel)
     where, error = [_in_path("name", names)], openai.OpenAIError
+    listed = "The served models as OpenAI lists them"
     return {
-        "/v1/models": _path(_READ, "The served models as OpenAI lists them", listed, error=error),
-        "/v1/models/{name}": _path(_READ, "One of them", one, parameters=where, error=error),
+        "/v1/models": _path(_READ, listed, openai.OpenAIModels, error=error),
+        "/v1/models/{name}": _path(_READ, "One of them", openai.OpenAIModel, where, error=error),
     }
 
 
 def _tokens(names: list[str]) -> dict[str, Any]:
     paths = {}
     for path, form in TOKEN_FORMS.items():
-        answered, body = _ok(_JSON, schema_of(*form.replies)), _content(_JSON, *form.bodies)
+        answered, body = (
+            {"200": _answer("the reply", {}, _content(_JSON, *form.replies))},
+            _content(_JSON, *form.bodies),
+        )
         paths[path] = _path(_WRITE, form.summary, answered, _in_url(form.url, names), body, error=openai.OpenAIError)
-    described, where = _ok(_JSON, tokens.InfoReply), _in_url(Url, names)
-    paths[tokens.INFO] = _path(
-        _READ,
-        "A model and the server's limits, in TEI's form",
-        described,
-        where,
-        statuses=_OF_TEI,
-        error=tei.TEIError,
-    )
+    about, where = "A model and the server's limits, in TEI's form", _in_url(Url, names)
+    paths[tokens.INFO] = _path(_READ, about, tokens.InfoReply, where, statuses=_OF_TEI, error=tei.TEIError)
     return paths
 
 
@@ -317,15 +300,14 @@ def _form(form: Form, names: list[str]) -> dict[str, Any]:
 
 
 def _answered(answer: Answer) -> dict[str, Any]:
-    if answer.body is None:
-        return _path(_READ, answer.summary, _ok(_JSON, answer.reply))
-    return _path(_WRITE, answer.summary, _ok(_JSON, answer.reply), body=_content(_JSON, answer.body))
+    body = None if answer.body is None else _content(_JSON, answer.body)
+    return _path(_READ if body is None else _WRITE, answer.summary, answer.reply, body=body)
 
 
 def _path(
     methods: Sequence[str],
     summary: str,
-    answers: dict[str, Any],
+    reply: Any,
     parameters: Sequence[dict[str, Any]] = (),
     body: dict[str, Any] | None = None,
     *,
@@ -335,7 +317,8 @@ def _path(
     error: type[msgspec.Struct] = kserve.ErrorBody,
     description: str = "",
 ) -> dict[str, Any]:
-    """The same operation for each of the methods."""
+    """The same operation for each of the methods; `reply` is the type of its JSON, or its answers by status."""
+    answers = reply if isinstance(reply, dict) else {"200": _answer("the reply", {}, _content(_JSON, reply))}
     refused = {str(status): {"$ref": f"#/components/responses/{error.__name__}{status}"} for status in statuses}
     operation: dict[str, Any] = {"summary": summary, "responses": refused | answers}
     if description:
@@ -358,10 +341,6 @@ def _refusals() -> dict[str, Any]:
         for status, text in _STATUSES.items():
             found[f"{error.__name__}{status}"] = _answer(text, _KIND | _MORE_HEADERS.get(status, {}), content)
     return found
-
-
-def _ok(media: str, kind: Any) -> dict[str, Any]:
-    return {"200": _answer("the reply", {}, _content(media, kind))}
 
 
 def _described(text: str, status: int = 200) -> dict[str, Any]:

@@ -243,7 +243,7 @@ class Journal:
 
 
 class AnsweredEstimates:
-    """Advantages and returns by the requests' ids: the masked tokens' of the newest requests, at most MOST_KEPT_BYTES."""
+    """Advantages and returns of the masked tokens of the newest train requests, by id; at most MOST_KEPT_BYTES."""
 
     def __init__(self, data: bytes | None = None) -> None:
         """`data` is what `dumps` returned."""
@@ -281,7 +281,8 @@ class AnsweredEstimates:
         if (table := self._tables.get(request.id)) is None:
             raise InvalidRequest(
                 f"train request {request.id!r} was applied (the critic was at step {report.step} then), but its "
-                f"advantages are not kept any more: those of the newest requests are, {MOST_KEPT_BYTES >> 20} MiB of them"
+                "advantages are not kept any more: those of the newest requests are, "
+                f"{MOST_KEPT_BYTES >> 20} MiB of them"
             )
         advantages, returns = np.zeros((2, *request.mask.shape), np.float32)
         advantages[request.mask > 0], returns[request.mask > 0] = table

@@ -73,7 +73,14 @@ def parse_query(query: Mapping[str, str], *known: str) -> PageQuery:
             raise InvalidRequest(f"the URL has the unknown key {name!r}; this path takes {', '.join(known)}")
     reference: str | tuple[float, float] = query.get("reference", "previous")
     if reference not in ("previous", "start"):
-        reference = _parse_span(str(reference))
+        begins, _, ends = str(reference).partition("-")
+        start, end = _number(begins), _number(ends)
+        if not 0 <= start < end < math.inf:
+            raise InvalidRequest(
+                f"the URL has reference={reference}; give previous, start, or FROM-TO in seconds since 1970, such as "
+                "1767225600-1767229200"
+            )
+        reference = _rounded_up(start, FINE_S), _rounded_up(end, FINE_S)  # all requests share these bounds
     window_s, until = _number(query.get("window", str(_DEFAULT_S))), None
     if not LEAST_S <= window_s <= MOST_S:
         raise InvalidRequest(f"the URL has window={query['window']}; give seconds from {LEAST_S:g} to {MOST_S:g}")
@@ -84,17 +91,6 @@ def parse_query(query: Mapping[str, str], *known: str) -> PageQuery:
             raise InvalidRequest(f"the URL has until={query['until']}; give seconds since 1970, such as 1767229200")
         until = _rounded_up(until, FINE_S)
     return PageQuery(window_s, reference, query.get("model", ""), query.get("beside", ""), until)
-
-
-def _parse_span(text: str) -> tuple[float, float]:
-    begins, _, ends = text.partition("-")
-    start, end = _number(begins), _number(ends)
-    if not 0 <= start < end < math.inf:
-        raise InvalidRequest(
-            f"the URL has reference={text}; give previous, start, or FROM-TO in seconds since 1970, such as "
-            "1767225600-1767229200"
-        )
-    return _rounded_up(start, FINE_S), _rounded_up(end, FINE_S)  # all requests share these bounds
 
 
 def _rounded_up(seconds: float, step_s: float) -> float:

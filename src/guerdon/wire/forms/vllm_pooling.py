@@ -265,7 +265,7 @@ def _encoder(body: PoolingBody | EmbeddingsBody) -> Callable[[np.ndarray], Any]:
 
 
 @form.serves("/encode", "SGLang's embeddings", NativeReply, list[NativeReply], to_error=to_error)
-def _encode(body: NativeBody, url: OptionsUrl) -> form.FormRequest:
+def native(body: NativeBody, url: OptionsUrl) -> form.FormRequest:
     """The reply has the numbers as `embedding`, raw unless `use_activation` is true; a list only for a list."""
     name, samples = form.one_of(body, "text", "input_ids", "the two")
     request, activation = with_options(form.to_samples(samples, name), body), activation_of(body)
@@ -304,7 +304,7 @@ def _embeddings(body: EmbeddingsBody, url: OptionsUrl) -> form.FormRequest:
 
 
 @form.serves("", "vLLM's classification", ClassifyReply, to_error=to_error)
-def _classification(body: ClassifyBody, url: OptionsUrl) -> form.FormRequest:
+def classification(body: ClassifyBody, url: OptionsUrl) -> form.FormRequest:
     """The reply has a number a label as `probs`: raw, unless `use_activation` is true."""
     request, activation, reply_id = _samples(body), activation_of(body), body.request_id or new_id()
 
@@ -322,9 +322,9 @@ def _classification(body: ClassifyBody, url: OptionsUrl) -> form.FormRequest:
 _classify = form.either(
     "/classify",
     "vLLM's classification, and SGLang's",
-    _classification,
+    classification,
     "input messages",
-    _encode,
+    native,
     "text input_ids",
     "vLLM's form and of SGLang's; send input or messages, else text",
 )
