@@ -154,8 +154,7 @@ def document(
 
 def _observing() -> dict[str, Any]:
     health = _described("it is") | _described("it is not", 503)
-    text = {"200": _answer("the reply", {}, _content(_PROMETHEUS, _TEXT))}
-    own = {"200": _answer("the reply", {}, _content(_JSON, {"type": "object"}))}
+    text, own = _ok(_content(_PROMETHEUS, _TEXT)), _ok(_content(_JSON, {"type": "object"}))
     return {
         "/v2/health/live": _path(_READ, "Whether the server is alive", signature.Liveness, is_open=True),
         "/v2/health/ready": _path(_READ, "Whether all models are ready", signature.Readiness, is_open=True),
@@ -277,11 +276,8 @@ def _openai(names: list[str]) -> dict[str, Any]:
 def _tokens(names: list[str]) -> dict[str, Any]:
     paths = {}
     for path, form in TOKEN_FORMS.items():
-        answered, body = (
-            {"200": _answer("the reply", {}, _content(_JSON, *form.replies))},
-            _content(_JSON, *form.bodies),
-        )
-        paths[path] = _path(_WRITE, form.summary, answered, _in_url(form.url, names), body, error=openai.OpenAIError)
+        reply, body = _ok(_content(_JSON, *form.replies)), _content(_JSON, *form.bodies)
+        paths[path] = _path(_WRITE, form.summary, reply, _in_url(form.url, names), body, error=openai.OpenAIError)
     about, where = "A model and the server's limits, in TEI's form", _in_url(Url, names)
     paths[tokens.INFO] = _path(_READ, about, tokens.InfoReply, where, statuses=_OF_TEI, error=tei.TEIError)
     return paths
@@ -318,7 +314,7 @@ def _path(
     description: str = "",
 ) -> dict[str, Any]:
     """The same operation for each of the methods; `reply` is the type of its JSON, or its answers by status."""
-    answers = reply if isinstance(reply, dict) else {"200": _answer("the reply", {}, _content(_JSON, reply))}
+    answers = reply if isinstance(reply, dict) else _ok(_content(_JSON, reply))
     refused = {str(status): {"$ref": f"#/components/responses/{error.__name__}{status}"} for status in statuses}
     operation: dict[str, Any] = {"summary": summary, "responses": refused | answers}
     if description:
@@ -341,6 +337,10 @@ def _refusals() -> dict[str, Any]:
         for status, text in _STATUSES.items():
             found[f"{error.__name__}{status}"] = _answer(text, _KIND | _MORE_HEADERS.get(status, {}), content)
     return found
+
+
+def _ok(content: dict[str, Any]) -> dict[str, Any]:
+    return {"200": _answer("the reply", {}, content)}
 
 
 def _described(text: str, status: int = 200) -> dict[str, Any]:
