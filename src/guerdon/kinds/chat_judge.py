@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import os
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import orjson
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, Truncation
 from guerdon.errors import ConfigError, GuerdonError, InvalidRequest
 from guerdon.judge_core import Criterion, Pair, Rubric, Sample
-from guerdon.kinds.judges import in_a_thread_if_long, make_reply, read_questions
+from guerdon.kinds.judges import make_reply, read_questions
 from guerdon.kinds.kind import Asks, Kind, Numbers, SampleReader
 from guerdon.settings.chat_judges import ChatJudgeConfig
 from guerdon.wire.chat_completions import write_messages
@@ -52,9 +51,18 @@ class ChatJudgeKind(Kind):
             asked.errors.append(row if isinstance(row, InvalidRequest) else None)
         return asked
 
-    async def finish(self, asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
+    def finish(self, asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
         """Returns the samples' scores, made of the numbers in the answers."""
-        return await in_a_thread_if_long(len(reply.results), functools.partial(_reduce, asked, reply, metrics))
+        judge: Any = asked.served
+        answers: list[np.ndarray | GuerdonError] = []
+        start = 0
+        for subject in asked.plan.subjects:
+            told = reply.results[start : start + len(judge.rubric.criteria_of(subject))]
+            start += len(told)
+            values = [one.reward for one in told if isinstance(one, Score)]
+            error = next((one for one in told if isinstance(one, GuerdonError)), None)
+            answers.append(error or np.array([values, values, [0.0] * len(values), [0.0] * len(values)]))
+        return make_reply(judge, asked.plan, answers, reply, metrics)
 
     def why_fixed(self, info: ModelInfo, what: str) -> str:
         """Says that another server has the model."""
@@ -139,19 +147,6 @@ def as_roles(pair: Pair, principle: str) -> list[Message]:
     history = pair.a.history or pair.b.history  # a reference is a response alone
     after = [{"role": role, "content": text} for role, text in roles.items() if role != "principle" or text]
     return [*({"role": one["role"], "content": one["content"]} for one in history), *after]
-
-
-def _reduce(asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
-    judge: Any = asked.served
-    answers: list[np.ndarray | GuerdonError] = []
-    start = 0
-    for subject in asked.plan.subjects:
-        told = reply.results[start : start + len(judge.rubric.criteria_of(subject))]
-        start += len(told)
-        values = [one.reward for one in told if isinstance(one, Score)]
-        error = next((one for one in told if isinstance(one, GuerdonError)), None)
-        answers.append(error or np.array([values, values, [0.0] * len(values), [0.0] * len(values)]))
-    return make_reply(judge, asked.plan, answers, reply, metrics)
 
 
 def read_key(config: ChatJudgeConfig) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,8 +38,6 @@ from guerdon.settings.sources import read_server_settings
 from guerdon.teacher_core import NextTokenRequest, TokenLogprobs
 
 _SHOWN = 40
-_INLINE_QUESTIONS = 512
-"""Answers to more questions are put together in a thread, because they would block the event loop."""
 
 
 class Rendering(Served, Protocol):
@@ -102,14 +100,29 @@ class JudgeKind(Kind):
         size_answers(asked)
         return asked
 
-    async def finish(self, asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
+    def finish(self, asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
         """Returns the samples' scores, made of the answers to the plan.
 
         `metrics` gets the mass that no label has, and counts comparisons.
         """
         if asked.plan is None:
             return reply
-        return await in_a_thread_if_long(len(reply.results), functools.partial(_reduce, asked, reply, metrics))
+        served: Any = asked.served
+        plan, config = asked.plan, served.config
+        logprobs = [one if isinstance(one, GuerdonError) else served.labels.read(_said(one)) for one in reply.results]
+
+        def explain(number: int) -> str:
+            return served.explain(_said(reply.results[number]))
+
+        rubric, most = served.rubric, config.max_other_mass
+        answers, masses = rubric.read_answers(plan.subjects, logprobs, config.verdict, most, explain)
+        counts = [len(rubric.criteria_of(subject)) for subject in plan.subjects]
+        names = [*(one.name for one in rubric.named), SAMPLE_CRITERIA]  # names of samples' own are too many
+        labels = (names[min(k, len(names) - 1)] for count in counts for k in range(count))
+        for label, mass in zip(labels, masses.tolist(), strict=True):
+            if not math.isnan(mass):
+                metrics.observe("guerdon_judge_other_mass", mass, served.info.name, label)
+        return make_reply(served, plan, answers, reply, metrics)
 
     def tokenizer(self, served: Any) -> Any:
         """Returns the language model's own."""
@@ -130,15 +143,6 @@ async def read_questions(
     rows = await reading.run_in_parts(client, plan.subjects, functools.partial(render_subjects, judge))
     counts = [len(judge.rubric.criteria_of(subject)) for subject in plan.subjects]
     return plan, [owner for owner, count in zip(plan.owners, counts, strict=True) for _ in range(count)], rows
-
-
-async def in_a_thread_if_long(num_questions: int, work: Callable[[], ScoreReply]) -> ScoreReply:
-    """Returns what `work` makes of so many answers."""
-    if num_questions <= _INLINE_QUESTIONS:
-        return work()
-    import asyncio  # here, because `--help` would wait for it
-
-    return await asyncio.to_thread(work)
 
 
 def read_samples(judge: Rendering, request: ScoreRequest, numbers: Iterable[int]) -> list[Sample | InvalidRequest]:
@@ -223,25 +227,6 @@ def find_fault(judge: Judging, row: np.ndarray) -> InvalidRequest | None:
         f"after this sample's question the label {judge.rubric.labels[0]!r} is no token of its own; end the template "
         f"of {judge.info.name} with words of its own"
     )
-
-
-def _reduce(asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
-    served: Any = asked.served
-    plan, config = asked.plan, served.config
-    logprobs = [one if isinstance(one, GuerdonError) else served.labels.read(_said(one)) for one in reply.results]
-
-    def explain(number: int) -> str:
-        return served.explain(_said(reply.results[number]))
-
-    rubric, most = served.rubric, config.max_other_mass
-    answers, masses = rubric.read_answers(plan.subjects, logprobs, config.verdict, most, explain)
-    counts = [len(rubric.criteria_of(subject)) for subject in plan.subjects]
-    names = [*(one.name for one in rubric.named), SAMPLE_CRITERIA]  # names of samples' own are too many
-    labels = (names[min(k, len(names) - 1)] for count in counts for k in range(count))
-    for label, mass in zip(labels, masses.tolist(), strict=True):
-        if not math.isnan(mass):
-            metrics.observe("guerdon_judge_other_mass", mass, served.info.name, label)
-    return make_reply(served, plan, answers, reply, metrics)
 
 
 def make_reply(

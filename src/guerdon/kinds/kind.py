@@ -106,48 +106,32 @@ class Numbers(Protocol):
 
 
 class SampleReader(Protocol):
-    """Tokenises and renders on a few threads, on which the clients take turns; a kind reads its requests by it."""
+    """Tokenises and renders on a few threads, on which the clients take turns; a kind reads its requests by it.
 
-    async def run(self, client: str, work: Callable[[], T]) -> T:
-        """Runs `work` on one of the threads at the client's turn."""
-        ...
+    `server/reading.py` documents the methods.
+    """
 
-    async def run_over(self, num_rows: int, client: str, work: Callable[[], T]) -> T:
-        """Runs `work` on so many rows, on one of the threads if they are many."""
-        ...
+    async def run(self, client: str, work: Callable[[], T]) -> T: ...
 
-    async def run_in_parts(self, client: str, items: Any, work: Callable[[Any], Any]) -> list[Any]:
-        """Returns what `work` makes of a few items at a time."""
-        ...
+    async def run_over(self, num_rows: int, client: str, work: Callable[[], T]) -> T: ...
 
-    async def tokenize(self, steps: Generator[None, None, T], model: str, client: str) -> T:
-        """Takes the steps of an encoder; returns its rows."""
-        ...
+    async def run_in_parts(self, client: str, items: Any, work: Callable[[Any], Any]) -> list[Any]: ...
 
-    async def read_text(self, served: Served, request: ScoreRequest, cut: Truncation | None, client: str) -> Rows:
-        """Returns the ids of each text or conversation, or what a model without an encoder reads of it."""
-        ...
+    async def tokenize(self, steps: Generator[None, None, T], model: str, client: str) -> T: ...
+
+    async def read_text(self, served: Served, request: ScoreRequest, cut: Truncation | None, client: str) -> Rows: ...
 
     async def join(
         self, served: Served, request: ScoreRequest, client: str
-    ) -> tuple[ListLike[str | InvalidRequest], ListLike[str | InvalidRequest]]:
-        """Returns the prompts, and the prompts with their responses; conversations are rendered."""
-        ...
+    ) -> tuple[ListLike[str | InvalidRequest], ListLike[str | InvalidRequest]]: ...
 
     async def read_samples(
         self, served: Served, request: ScoreRequest, cut: Truncation | None, client: str
-    ) -> tuple[Rows, ScoreRequest]:
-        """Does `read_text`, completes texts as the template ends an answer, and refuses what truncation spoils.
-
-        Returns the request with the completed texts, too.
-        """
-        ...
+    ) -> tuple[Rows, ScoreRequest]: ...
 
     async def make_sequences(
         self, rows: Rows, request: ScoreRequest, cut: Truncation | None, served: Served, client: str
-    ) -> Asks:
-        """Returns a sequence for each row, and what is wrong with it, if anything."""
-        ...
+    ) -> Asks: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -221,8 +205,8 @@ class Kind:
             rows, _ = await reading.read_samples(served, request, cut, client)
         return await reading.make_sequences(rows, request, cut, served, client)
 
-    async def finish(self, asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
-        """Returns the reply to the request, made of the results of all sequences."""
+    def finish(self, asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
+        """Returns the reply to the request, made of the results of all sequences; in a thread if these are many."""
         return reply
 
     def tokenizer(self, served: Served) -> Any:

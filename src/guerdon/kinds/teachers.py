@@ -78,7 +78,7 @@ class TeacherKind(Kind):
         await reading.run_over(len(asked.sequences), client, functools.partial(size_answers, asked))
         return asked
 
-    async def finish(self, asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
+    def finish(self, asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
         """Returns rows of the student's tokens if it has another tokenizer."""
         return reply if asked.plan is None else spread(asked, reply)
 

@@ -125,14 +125,10 @@ class Reader(Workers):
             prompts = request.prompts or []
             return prompts, [_begun(text, prompt) for prompt, text in zip(prompts, texts, strict=True)]
         assert isinstance(encoder, Tokenizer)
-        rendered: list[str | InvalidRequest] = []
-        whole: list[str | InvalidRequest] = []
-        for first in range(0, len(conversations), _RENDERED_AT_ONCE):
-            some = conversations[first : first + _RENDERED_AT_ONCE]
-            if request.texts is None:
-                whole += await self.run(client, functools.partial(_rendered, encoder, some))
-                some = [before_response(one) for one in some]
-            rendered += await self.run(client, functools.partial(_rendered, encoder, some, is_prompt=True))
+        if request.texts is None:
+            whole = await self.run_in_parts(client, conversations, lambda some: [*map(encoder.render, some)])
+            conversations = [before_response(one) for one in conversations]
+        rendered = await self.run_in_parts(client, conversations, functools.partial(_render_prompts, encoder))
         if request.texts is not None:
             whole = [p if isinstance(p, InvalidRequest) else p + t for p, t in zip(rendered, texts, strict=True)]
         return rendered, whole
@@ -308,11 +304,7 @@ def _advance(steps: Generator[None, None, T]) -> T | None:
         return e.value
 
 
-def _rendered(
-    encoder: Tokenizer, conversations: list[list[Message]], is_prompt: bool = False
-) -> list[str | InvalidRequest]:
-    if not is_prompt:
-        return [encoder.render(conversation) for conversation in conversations]
+def _render_prompts(encoder: Tokenizer, conversations: list[list[Message]]) -> list[str | InvalidRequest]:
     made = iter(encoder.render_prompts([conversation for conversation in conversations if conversation]))
     return [next(made) if conversation else "" for conversation in conversations]
 

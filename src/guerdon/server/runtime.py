@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
@@ -270,10 +271,6 @@ def _stopping(stop: asyncio.Event) -> Iterator[None]:
 
 def _num_connections(config: ServerConfig) -> int:
     """Returns the largest number of HTTP connections: it leaves files for everything else."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return config.max_connections
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return config.max_connections
@@ -297,10 +294,6 @@ def log_without_texts() -> None:
 
 def _allow_many_connections() -> None:
     """Raises the soft limit on open files, often 1,024: every connection takes a file."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -120,8 +120,7 @@ class Service:
         `hold` is called with what will be computed, and raises if its answer has no room. `started` is the monotonic
         time of its arrival. Raises InvalidRequest for the whole request, Overloaded, Unavailable and DeadlineExceeded.
         """
-        tracing.tell(sequences=(num_samples := len(request)))
-        self._check_size(name, request, num_samples, client)
+        self._check_size(name, request, client)
         started = time.monotonic() if started is None else started
         if self.cohorts.size(request) > 1 and (info := self.catalog.scored_by(name)).compares:
             return await self.cohorts.score(info, request, client)
@@ -190,15 +189,20 @@ class Service:
     async def _finish(self, asked: Asks, job: Job, client: str) -> ScoreReply:
         """Makes the reply of a job that was computed."""
         info = asked.served.info
-        work = functools.partial(job.reply, info.weights_version, asked.sequences, asked.errors)
+        kind = all_kinds.of(info)
+
+        def work() -> ScoreReply:
+            whole = job.reply(info.weights_version, asked.sequences, asked.errors)
+            return kind.finish(asked, whole, self.metrics)
+
         reply = await self.reader.run_over(len(asked.sequences), client, work)
-        reply = await all_kinds.of(info).finish(asked, reply, self.metrics)
-        decoder = all_kinds.of(info).tokenizer(asked.served)
+        decoder = kind.tokenizer(asked.served)
         reply.text = decoder if isinstance(decoder, Decodes) else None
         self.metrics.add("guerdon_received_tokens", job.num_tokens, info.name)
         return reply
 
-    def _check_size(self, name: str, request: ScoreRequest, num_samples: int, client: str) -> None:
+    def _check_size(self, name: str, request: ScoreRequest, client: str) -> None:
+        tracing.tell(sequences=(num_samples := len(request)))
         if num_samples > self.max_request_sequences:
             raise InvalidRequest(
                 f"the request has {num_samples:,} samples, and this server takes at most "

@@ -77,7 +77,7 @@ class ErrorBody(msgspec.Struct):
 def read(body: bodies.Octets, header_length: int | None, info: Info) -> tuple[InferRequest, ServedRequest]:
     """Returns the tensors in `body`, and the request that they carry; raises InvalidRequest, Unsupported."""
     request = decode(body, header_length)
-    return request, to_request(request, info)
+    return request, _codec(info).to_request(request, info)
 
 
 def to_request(request: InferRequest, info: Info) -> ServedRequest:

@@ -91,7 +91,7 @@ def decode(message: pb.ModelInferRequest) -> InferRequest:
         inputs=inputs,
         outputs={output.name: True for output in message.outputs} or None,
         id=message.id,
-        parameters=_parameters(message.parameters),
+        parameters=read_parameters(message.parameters),
         binary_default=True,
     )
 
@@ -128,7 +128,8 @@ def decode_reply(message: pb.ModelInferResponse) -> InferReply:
         tensors.from_raw(entry.name, entry.datatype, tuple(entry.shape), raw)
         for entry, raw in zip(message.outputs, message.raw_output_contents, strict=True)
     ]
-    return InferReply(message.model_name, message.model_version, outputs, message.id, _parameters(message.parameters))
+    parameters = read_parameters(message.parameters)
+    return InferReply(message.model_name, message.model_version, outputs, message.id, parameters)
 
 
 class _Parts:
@@ -193,7 +194,8 @@ def _from_contents(name: str, datatype: str, shape: tuple[int, ...], contents: p
     return Tensor(name, datatype, shape, list(elements))
 
 
-def _parameters(entries: Any) -> dict[str, Any]:
+def read_parameters(entries: Any) -> dict[str, Any]:
+    """Returns the parameters of a message as plain values; one without a value is an empty text."""
     return {
         key: getattr(value, value.WhichOneof("parameter_choice") or "string_param") for key, value in entries.items()
     }

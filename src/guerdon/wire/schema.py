@@ -79,7 +79,7 @@ def _model(has: Callable[[ModelInfo], bool]) -> Has:
 
 
 def _gives(output: str) -> Has:
-    return _model(lambda info: output in info.outputs)
+    return lambda info: output in getattr(info, "outputs", ())
 
 
 def _does(*operations: Operation) -> Has:

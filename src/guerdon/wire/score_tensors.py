@@ -17,7 +17,7 @@ from guerdon.trees import Forest
 from guerdon.wire import schema
 from guerdon.wire.bodies import MAX_ROWS, check_count, check_depth, check_values, parse, shown, too_deep
 from guerdon.wire.long_json import MAX_STRING_BYTES, PIECE
-from guerdon.wire.schema import Field
+from guerdon.wire.schema import Field, Info
 from guerdon.wire.signature import MODEL_VERSION, check_names
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor, integer_per_row, integers
 
@@ -119,11 +119,13 @@ def to_reply(reply: ScoreReply, request: InferRequest, info: ModelInfo) -> Infer
     return InferReply(info.name, MODEL_VERSION, outputs, request.id, parameters)
 
 
-def table_bytes(reply: ScoreReply, info: ModelInfo) -> int:
+def table_bytes(reply: Any, info: Info) -> int:
     """Returns about the bytes of the answer's largest table, 0 if it has only a few numbers a sample.
 
     All rows of a table are as long as the longest.
     """
+    if not isinstance(reply, ScoreReply) or not isinstance(info, ModelInfo):
+        return 0
     if schema.LOGPROBS.has(info):
         said = [r.answer.num_bytes for r in reply.results if isinstance(r, Score) and r.answer is not None]
         return len(said) * max(said, default=0)

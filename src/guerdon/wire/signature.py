@@ -147,14 +147,9 @@ def check_names(inputs: Iterable[str], outputs: Iterable[str] | None, info: Info
             raise InvalidRequest(f"unknown output '{name}'; model '{info.name}' gives {', '.join(known)}")
 
 
-def lacks_tokenizer(info: ModelInfo) -> bool:
-    """Whether the model is a checkpoint without a tokenizer, which therefore takes no text."""
-    return not info.takes_text and info.is_checkpoint
-
-
 def why_no_text(info: ModelInfo) -> str:
     """Returns why the model takes no text, and what to do."""
-    if not lacks_tokenizer(info):
+    if info.takes_text or not info.is_checkpoint:
         return f"{info.name} reads token ids, not text; send tokens"
     return (
         f"the folder of {info.name} has no tokenizer; send tokens, or put the tokenizer's files (tokenizer.json, "

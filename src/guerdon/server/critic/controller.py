@@ -167,9 +167,9 @@ class Critic:
                     request.id = request.id or uuid.uuid4().hex
                     what = f"{operation} {request.id}"
                     if request.tokens.nbytes <= INLINE_BYTES:
-                        digest = train_checks.checked(request, self._trainer.info)
+                        digest = train_checks.check(request, self._trainer.info)
                     else:
-                        digest = await asyncio.to_thread(train_checks.checked, request, self._trainer.info)
+                        digest = await asyncio.to_thread(train_checks.check, request, self._trainer.info)
                     order, is_known = self._enqueue_rows(operation, request, digest, loop, client)
         except (GuerdonError, asyncio.CancelledError) as e:
             self.count_refused(operation, e, what)

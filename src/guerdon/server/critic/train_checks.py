@@ -18,14 +18,8 @@ MAX_METRICS = 64
 MAX_METRIC_LENGTH = 100
 
 
-def checked(request: TrainRequest, info: ModelInfo) -> str:
-    """Checks a request and returns its digest; raises as `check`."""
-    check(request, info)
-    return digest_of(request)
-
-
-def check(request: TrainRequest, info: ModelInfo) -> None:
-    """Raises InvalidRequest naming the tensor, row and column at fault.
+def check(request: TrainRequest, info: ModelInfo) -> str:
+    """Returns the request's digest; raises InvalidRequest naming the tensor, row and column at fault.
 
     Checks only trained entries: targets whose mask is above 0, and tokens up to the action after the last such column.
     """
@@ -78,6 +72,7 @@ def check(request: TrainRequest, info: ModelInfo) -> None:
             f"row {row} learns from {lengths[row]} tokens{ancestors}, {info.name} takes at most {info.max_length}; "
             "shorten it"
         )
+    return digest_of(request)
 
 
 def _check_trees(request: TrainRequest, is_learnt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -25,7 +25,6 @@ from guerdon.server.reading import INLINE_BYTES, Workers
 from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import LimitsConfig
-from guerdon.wire.score_tensors import table_bytes
 from guerdon.wire.tensors import InferRequest
 
 T = TypeVar("T")
@@ -268,13 +267,6 @@ class Visit(Place):
             # Tables are made of them besides, whose rows are as long as the longest.
             num_bytes = sum(rows) + self._num_tables * len(rows) * max(rows, default=0)
             self.hold(min(self._num_bytes + num_bytes, self._gate.bytes.most(self._client)))
-
-    @staticmethod
-    def table_bytes(answer: Any, info: ModelInfo | OperationInfo) -> int:
-        """Returns about the bytes of the answer's largest table, 0 if it has only a few numbers a sample."""
-        if not isinstance(answer, ScoreReply) or not isinstance(info, ModelInfo):
-            return 0
-        return table_bytes(answer, info)
 
     def keep_bytes(self) -> None:
         """Has the bytes held until `release`, beyond the end of this context."""

@@ -36,6 +36,7 @@ from guerdon.settings.config import LimitsConfig, ServerConfig
 from guerdon.wire import kserve, kserve_grpc, signature
 from guerdon.wire.forms import triton_repository
 from guerdon.wire.kserve import ServedReply, ServedRequest
+from guerdon.wire.score_tensors import table_bytes
 from guerdon.wire.tensors import InferRequest
 
 logger = logging.getLogger("guerdon.grpc")
@@ -195,19 +196,19 @@ class _InferExchange:
     async def encode(self, answer: ServedReply, info: ModelInfo | OperationInfo) -> pb.ModelInferResponse:
         """Returns the message; its bytes stay counted until `release`."""
         self.answer = answer
-        table_bytes = self._visit.table_bytes(answer, info)
-        write = functools.partial(self._write, answer, info)
-        reply = await self._visit.run(write, max(self.num_bytes, table_bytes))
+        tensors = self._visit.tensors
+        assert tensors is not None
+
+        def write() -> pb.ModelInferResponse:
+            return kserve_grpc.encode(kserve.to_reply(answer, tensors, info))
+
+        reply = await self._visit.run(write, max(self.num_bytes, table_bytes(answer, info)))
         self._visit.keep_bytes()
         return reply
 
     def release(self) -> None:
         """Counts the reply as sent."""
         self._visit.release()
-
-    def _write(self, answer: ServedReply, info: ModelInfo | OperationInfo) -> pb.ModelInferResponse:
-        assert self._visit.tensors is not None
-        return kserve_grpc.encode(kserve.to_reply(answer, self._visit.tensors, info))
 
 
 Method = Callable[[_Call], Awaitable[Any]]
@@ -324,7 +325,7 @@ class _Front:
     async def RepositoryModelLoad(self, call: _Call) -> pb.RepositoryModelLoadResponse:
         call.caller.need(Role.ADMIN, "to load a model")
         request = await call.parsed(pb.RepositoryModelLoadRequest)
-        source = triton_repository.source_of(request.parameters)
+        source = triton_repository.source_of(kserve_grpc.read_parameters(request.parameters))
         version = await self._service.repository.load(request.model_name, source, call.caller.name)
         call.context.set_trailing_metadata((("guerdon-weights-version", version),))
         return pb.RepositoryModelLoadResponse()
@@ -332,7 +333,7 @@ class _Front:
     async def RepositoryModelUnload(self, call: _Call) -> pb.RepositoryModelUnloadResponse:
         call.caller.need(Role.ADMIN, "to unload a model")
         request = await call.parsed(pb.RepositoryModelUnloadRequest)
-        triton_repository.check_unload_of(request.parameters)
+        triton_repository.check_unload_of(kserve_grpc.read_parameters(request.parameters))
         await self._service.repository.unload(request.model_name, call.caller.name)
         return pb.RepositoryModelUnloadResponse()
 

@@ -24,6 +24,7 @@ from guerdon.wire import bodies, kserve
 from guerdon.wire.bodies import InPieces
 from guerdon.wire.forms.form import Form
 from guerdon.wire.kserve import ServedReply
+from guerdon.wire.score_tensors import table_bytes
 
 _BINARY = (b"content-type", b"application/octet-stream")
 
@@ -70,7 +71,7 @@ class KServeExchange:
         def write() -> InPieces:
             return kserve.encode_reply(kserve.to_reply(answer, tensors, info), tensors)
 
-        num_bytes = max(self.num_bytes, self._visit.table_bytes(answer, info))
+        num_bytes = max(self.num_bytes, table_bytes(answer, info))
         make = functools.partial(_body, write, self._visit, self._request)
         payload, json_length = await self._visit.run(make, num_bytes)
         headers = answer_headers(answer)
@@ -123,13 +124,14 @@ class FormExchange:
     async def encode(self, answer: ScoreReply, info: ModelInfo | OperationInfo) -> Reply:
         """Returns the form's answer as JSON."""
         assert isinstance(info, ModelInfo)
-        num_bytes = max(self._size, self._visit.table_bytes(answer, info), len(answer.results) * _ROW_BYTES)
-        make = functools.partial(_body, functools.partial(self._write, answer, info), self._visit, self._request)
+        num_bytes = max(self._size, table_bytes(answer, info), len(answer.results) * _ROW_BYTES)
+
+        def write() -> InPieces:
+            return InPieces(bodies.write_in_pieces(self._asked.to_reply(answer, info)))
+
+        make = functools.partial(_body, write, self._visit, self._request)
         payload, _ = await self._visit.run(make, num_bytes)
         return 200, [*answer_headers(answer), JSON], payload
-
-    def _write(self, reply: ScoreReply, info: ModelInfo) -> InPieces:
-        return InPieces(bodies.write_in_pieces(self._asked.to_reply(reply, info)))
 
 
 def _peek(body: bytearray, num_json: int) -> tuple[bool, float | None]:

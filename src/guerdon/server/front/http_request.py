@@ -166,16 +166,17 @@ class HttpRequest:
         """
         loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
-        self._watch = loop.call_later(_WATCH_AFTER_S, self._start_watch, loop)
+
+        def start() -> None:
+            self._watch = loop.create_task(self._cancel_when_left())
+
+        self._watch = loop.call_later(_WATCH_AFTER_S, start)
 
     def finish(self) -> None:
         """Watches the connection no longer."""
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
-
-    def _start_watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._watch = loop.create_task(self._cancel_when_left())
 
     async def _cancel_when_left(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":

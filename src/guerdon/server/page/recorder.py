@@ -131,15 +131,13 @@ class PageRecorder:
         if now - self.counters.last >= _LEAST_S:
             self.counters.add(now, self._reading.read(now, samples, self._depth()))
         self.errors.read(now, samples)
-        self.rewards.fold()
-        self.components.fold()
-        self.entropies.fold()
+        for history in (self.rewards, self.components, self.entropies):
+            history.fold()
 
     def _fold(self) -> None:
         """Folds some noted rewards and schedules the rest, so that requests go on in between."""
-        self.rewards.fold(_AT_ONCE)
-        self.components.fold(_AT_ONCE)
-        self.entropies.fold(_AT_ONCE)
+        for history in (self.rewards, self.components, self.entropies):
+            history.fold(_AT_ONCE)
         self._is_folding = self._loop is not None and self.rewards.num_pending > 0
         if self._is_folding:
             assert self._loop is not None

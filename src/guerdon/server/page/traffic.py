@@ -69,15 +69,9 @@ class Ring:
         self._times[i], self._values[i] = time, values
         self._num_added += 1
 
-    @property
-    def last(self) -> float:
-        """Returns the time of the last reading, 0 without one."""
-        return self._time(1)
-
-    @property
-    def last_but_one(self) -> float:
-        """Returns the time of the second-last reading, 0 without one."""
-        return self._time(2)
+    def time(self, back: int = 1) -> float:
+        """Returns the time of the last reading, or of the one so many back; 0 without one."""
+        return float(self._times[(self._num_added - back) % len(self._times)]) if self._num_added >= back else 0.0
 
     def at(self, bounds: np.ndarray, columns: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         """Clips the times to the readings; returns them and the counters, interpolated between readings.
@@ -94,9 +88,6 @@ class Ring:
         before_values, after_values = self._values[order[after - 1], columns], self._values[order[after], columns]
         return bounds, before_values + share * (after_values - before_values)
 
-    def _time(self, back: int) -> float:
-        return float(self._times[(self._num_added - back) % len(self._times)]) if self._num_added >= back else 0.0
-
 
 class CounterHistory:
     """Readings of `width` counters over a day."""
@@ -108,14 +99,14 @@ class CounterHistory:
     @property
     def last(self) -> float:
         """Returns the time of the last reading, 0 without one."""
-        return self._fine.last
+        return self._fine.time()
 
     def add(self, time: float, values: np.ndarray) -> None:
         """Adds a reading, float64 `[W]`, if it is later than the last."""
-        if len(self._fine) and time <= self._fine.last:
+        if len(self._fine) and time <= self._fine.time():
             return
         self._fine.add(time, values)
-        replaces = time - self._coarse.last_but_one < COARSE_S  # so that the last one is always there
+        replaces = time - self._coarse.time(2) < COARSE_S  # so that the last one is always there
         self._coarse.add(time, values, replaces_last=replaces)
 
     def window(self, window_s: float, columns: slice = slice(None), until: float | None = None) -> Window:
@@ -133,8 +124,8 @@ class CounterHistory:
         return Window(float(ends[0]), float(ends[1] - ends[0]), *ring.at(ends))
 
     def _steps(self, window_s: float, until: float | None) -> tuple[Ring, float, np.ndarray]:
-        until = self._fine.last if until is None else min(until, self._fine.last)
-        is_fine = window_s + self._fine.last - until <= FINE_WINDOW_S
+        until = self._fine.time() if until is None else min(until, self._fine.time())
+        is_fine = window_s + self._fine.time() - until <= FINE_WINDOW_S
         ring, unit_s = (self._fine, FINE_S) if is_fine else (self._coarse, COARSE_S)
         step_s = unit_s * max(1, int(np.ceil(window_s / MAX_POINTS / unit_s)))
         count = max(1, int(np.ceil(window_s / step_s)))

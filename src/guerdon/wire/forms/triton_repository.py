@@ -82,14 +82,13 @@ def source(body: bodies.Octets) -> str | None:
 
 
 def source_of(parameters: Mapping[str, Any]) -> str | None:
-    """As `source`, of the parameters: plain values, or the protobuf's ModelRepositoryParameter."""
+    """As `source`, of the parameters."""
     if any(name.startswith("file:") for name in parameters):
         raise Unsupported(
             "a model's files are not accepted over the network: put them under the server's model_repository, and "
             "name their folder"
         )
-    plain = {name: _plain(value) for name, value in parameters.items()}
-    given = bodies.convert(plain, LoadParameters, "parameters")
+    given = bodies.convert(parameters, LoadParameters, "parameters")
     named = given.model
     if given.config is not None:
         config = bodies.read(given.config.encode(), _Config, "parameters.config").parameters
@@ -108,13 +107,4 @@ def check_unload(body: bodies.Octets) -> None:
 
 def check_unload_of(parameters: Mapping[str, Any]) -> None:
     """As `check_unload`, of the parameters."""
-    bodies.convert({name: _plain(value) for name, value in parameters.items()}, UnloadParameters, "parameters")
-
-
-def _plain(value: Any) -> Any:
-    """A parameter as JSON has it."""
-    which = getattr(value, "WhichOneof", None)
-    if which is None:
-        return value
-    chosen = which("parameter_choice")
-    return None if chosen is None else getattr(value, chosen)
+    bodies.convert(parameters, UnloadParameters, "parameters")
