@@ -68,7 +68,7 @@ BANNED = {  # path prefix: modules that it must not import
             "server/batching/halving.py",
             "server/batching/scheduler.py",
             *(f"server/batching/{name}.py" for name in ("fair_queue", "jobs", "prefixes", "room")),
-            *(f"server/page/{name}.py" for name in ("snapshot", "drift", "extremes", "reward_history", "traffic")),
+            *(f"server/page/{name}.py" for name in ("snapshot", "drift", "extremes", "history", "traffic")),
         ],
         TORCH | {"asyncio", "concurrent", "threading", "time"},
     ),

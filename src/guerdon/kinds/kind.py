@@ -38,8 +38,7 @@ class Encoder(Protocol):
 class Tokenizer(Encoder, Protocol):
     """An encoder that also reads messages and decodes ids; a user's `tokenize_func` is not one."""
 
-    @property
-    def pair_start(self) -> str: ...
+    pair_start: str
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]: ...
 

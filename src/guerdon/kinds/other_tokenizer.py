@@ -32,26 +32,17 @@ _CONTEXT = 16
 class Spelling(Protocol):
     """A tokenizer that tells which characters its tokens are."""
 
+    ends: tuple[int, ...]
+    num_ids: int
+    special_ids: frozenset[int]
+    added_texts: frozenset[str]
+    unk_token_id: int | None
+
     def pieces(self, tokens: np.ndarray) -> list[str]: ...
 
     def spell(self, text: str) -> tuple[np.ndarray, np.ndarray] | InvalidRequest: ...
 
     def spell_after(self, before: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray] | InvalidRequest: ...
-
-    @property
-    def ends(self) -> tuple[int, ...]: ...
-
-    @property
-    def num_ids(self) -> int: ...
-
-    @property
-    def special_ids(self) -> frozenset[int]: ...
-
-    @property
-    def added_texts(self) -> frozenset[str]: ...
-
-    @property
-    def unk_token_id(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from guerdon.kinds.sum import Sum
 from guerdon.server.batching.jobs import Limits
 from guerdon.settings.config import RewardConfig, ServedModelConfig
 from guerdon.teacher_core import NEXT_TOKENS
+from guerdon.wire import schema
 from guerdon.wire.forms.tokens import TextTokenizer
 
 
@@ -201,7 +202,7 @@ class Catalog:
         """Returns all names."""
         return [info.name for info in self.models()]
 
-    def scored_by(self, name: str, output: str = "rewards") -> ModelInfo:
+    def scored_by(self, name: str, output: str = schema.REWARDS.name) -> ModelInfo:
         """Returns the model that a form names: by its name, else by its checkpoint's folder or hub id.
 
         Without a name it is the first that gives `output`, or an attribute of that name, if any: sums before models,

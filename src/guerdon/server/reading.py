@@ -24,6 +24,7 @@ from guerdon.server import tracing
 from guerdon.server.batching.sharing import FairTurns
 from guerdon.server.catalog import Entry
 from guerdon.settings.config import ServedModelConfig
+from guerdon.wire import schema
 from guerdon.wire.signature import why_no_text
 
 T = TypeVar("T")
@@ -185,7 +186,7 @@ class Reader(Workers):
 
     async def _ended(self, info: ModelInfo, request: ScoreRequest, client: str) -> ScoreRequest:
         """Ends texts as a reward model's chat template ends an answer, if the request asks for it; else warns once."""
-        ending = Ending.parse(info.ending) if "rewards" in info.outputs and request.texts is not None else None
+        ending = Ending.parse(info.ending) if schema.REWARDS.has(info) and request.texts is not None else None
         if ending is None or not (request.completes or info not in self._warned):
             return request
         texts = request.texts or []

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from guerdon.kinds.teachers import LOGPROB
-from guerdon.server.page.component_history import MOST_COMPONENTS, CoMoments, ComponentHistory
+from guerdon.server.page.history import MOST_COMPONENTS, CoMoments, ComponentHistory
 
 NOW = 1_700_000_000.0
 NAMES = ("helpful", "brief")

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from guerdon.server.page import reward_history as scored
+from guerdon.server.page import history as scored
 from guerdon.server.page.drift import total
-from guerdon.server.page.reward_history import SAMPLE, PooledRewards, RewardHistory
+from guerdon.server.page.history import SAMPLE, PooledRewards, RewardHistory
 from guerdon.server.page.traffic import MAX_POINTS, CounterHistory, Ring
 
 NOW = 1_700_000_000.0

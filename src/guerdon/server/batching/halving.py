@@ -10,7 +10,7 @@ import logging
 import re
 from typing import Any
 
-from guerdon.core import Command, Executor, Score, Scored, Signal
+from guerdon.core import Command, Executor, Score, Scored, Sequence, Signal
 from guerdon.errors import GuerdonError, SampleFailed, ServerFault, Unavailable, describe, is_out_of_memory
 from guerdon.server.batching.jobs import Batch
 from guerdon.server.logs import failure, without_frames
@@ -79,7 +79,9 @@ class Halving:
         failed = Scored([error] * len(batch.entries), "")
         if isinstance(error, Unavailable) or all(job.cancelled for job, _ in batch.entries):
             return failed
-        if self._may_blame_path and (scored := self._score_plainly(batch, error)) is not None:
+        if self._may_blame_path and (scored := self._score_plainly(batch.sequences)) is not None:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self._group.execute(Command(Signal.LEAVE_PATH, self._model, why=reason))
             return scored
         if len(batch.entries) == 1:
             return failed
@@ -93,12 +95,8 @@ class Halving:
         failed = [i for i, result in enumerate(scored.results) if type(result) is SampleFailed]
         if not failed:
             return scored
-        command = Command(Signal.FORWARD, self._model, [batch.sequences[i] for i in failed], plain=True)
-        try:
-            plain = self._group.execute(command)
-            assert isinstance(plain, Scored) and len(plain.results) == len(failed)
-        except BaseException as e:  # a function has no other way to score; else as in `_score`
-            check_device(e)
+        plain = self._score_plainly([batch.sequences[i] for i in failed])
+        if plain is None:
             return scored
         results = [*scored.results]
         if mended := [i for i, result in zip(failed, plain.results, strict=True) if isinstance(result, Score)]:
@@ -108,21 +106,19 @@ class Halving:
             results[i] = result
         return Scored(results, scored.weights_version)
 
-    def _score_plainly(self, batch: Batch, error: GuerdonError) -> Scored | None:
-        """Returns the plain forward's scores, and leaves the path that raised `error`; None if it raises as well."""
-        command = Command(Signal.FORWARD, self._model, batch.sequences, plain=True)
+    def _score_plainly(self, sequences: list[Sequence]) -> Scored | None:
+        """Returns the plain forward's scores; None if it raises, as for a function, which has no other way to score."""
+        command = Command(Signal.FORWARD, self._model, sequences, plain=True)
         try:
-            scored = check_count(self._group.execute(command), batch)
+            return check_count(self._group.execute(command), len(sequences))
         except BaseException as e:  # as in `_score`
             check_device(e)
             return None
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        self._group.execute(Command(Signal.LEAVE_PATH, self._model, why=reason))
-        return scored
 
     def _score(self, batch: Batch) -> Scored:
+        command = Command(Signal.FORWARD, self._model, batch.sequences)
         try:
-            scored = check_count(self._group.execute(Command(Signal.FORWARD, self._model, batch.sequences)), batch)
+            scored = check_count(self._group.execute(command), len(batch.entries))
         except BaseException as e:  # SystemExit as well: a user's function must not end this thread
             error = self.judge(batch, e)
         else:
@@ -131,11 +127,11 @@ class Halving:
         return self.split(batch, error)  # outside of the handler, so that the error's frames are free
 
 
-def check_count(scored: Any, batch: Batch) -> Scored:
+def check_count(scored: Any, num_samples: int) -> Scored:
     """Raises ValueError if there is not one result per sample."""
     assert isinstance(scored, Scored)
-    if len(scored.results) != len(batch.entries):
-        raise ValueError(f"{len(scored.results)} results for {len(batch.entries)} samples")
+    if len(scored.results) != num_samples:
+        raise ValueError(f"{len(scored.results)} results for {num_samples} samples")
     return scored
 
 

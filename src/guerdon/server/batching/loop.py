@@ -280,7 +280,8 @@ class Loop:
         parts = {job.traced: count for job, count in counts.items() if job.traced is not None}
         with tracing.batch(self._traces, model, parts, len(batch.entries), batch.num_tokens) as traced:
             try:
-                scored = check_count(self._group.execute(Command(Signal.FORWARD, model, batch.sequences)), batch)
+                command = Command(Signal.FORWARD, model, batch.sequences)
+                scored = check_count(self._group.execute(command), len(batch.entries))
             except BaseException as e:  # SystemExit as well: a user's function must not end this thread
                 halving = Halving(self._group, model)
                 error = halving.judge(batch, e)

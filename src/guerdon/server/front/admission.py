@@ -25,6 +25,7 @@ from guerdon.server.reading import INLINE_BYTES, Workers
 from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import LimitsConfig
+from guerdon.wire import schema
 from guerdon.wire.tensors import InferRequest
 
 T = TypeVar("T")
@@ -238,7 +239,7 @@ class Visit(Place):
                 self._service.check_room(self._model, self._client, self._body_bytes)
         return info
 
-    def find_scorer(self, name: str, output: str = "rewards", *, has_samples: bool = True) -> ModelInfo:
+    def find_scorer(self, name: str, output: str = schema.REWARDS.name, *, has_samples: bool = True) -> ModelInfo:
         """Finds the model of that name, of that checkpoint, or the default one; raises UnknownModel."""
         info = self._service.catalog.scored_by(name, output)
         self.count_as(info.name)
@@ -309,7 +310,7 @@ class Admission:
             self.service.metrics.client_request_done(UNKNOWN, type(e))
             raise
 
-    def label(self, name: str, output: str = "rewards") -> str:
+    def label(self, name: str, output: str = schema.REWARDS.name) -> str:
         """Returns the model that a form's request is counted under, which names its model so."""
         try:
             return self.service.catalog.scored_by(name, output).name

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -259,23 +259,15 @@ class _Front:
         service = self._service
 
         async def answer(_: Any, context: grpc.aio.ServicerContext) -> Any:
-            name = ""
-            kind: type[BaseException] | None = None
             try:
                 caller = ANYBODY
                 if not is_open:
                     sent = dict(context.invocation_metadata())
                     caller = self._admission.identify(sent.get("authorization"), sent.get(PYTRITONS_METADATA))
-                    name = caller.name
-                return await method(_Call(context, caller, self._receiving, self._limits))
+                with contextlib.nullcontext() if is_stream else self._counting(caller.name):
+                    return await method(_Call(context, caller, self._receiving, self._limits))
             except Exception as e:
-                error, kind = _to_error(method.__name__, e), type(e)
-            except BaseException as e:
-                kind = type(e)
-                raise
-            finally:
-                if not is_stream:
-                    service.metrics.client_request_done(name, kind)
+                error = _to_error(method.__name__, e)
             tracing.failed(error)
             trailing = _metadata(error_headers(error))
             await context.abort(grpc.StatusCode[error.grpc], _cut(str(error)), trailing)
@@ -288,6 +280,18 @@ class _Front:
             return service.access.knows(sent.get("authorization"), sent.get(PYTRITONS_METADATA))
 
         return with_span(answer, service.traces, SERVICE, method.__name__, knows)
+
+    @contextlib.contextmanager
+    def _counting(self, client: str) -> Iterator[None]:
+        """Counts the block as a request of the key's holder, by the class of its error."""
+        kind: type[BaseException] | None = None
+        try:
+            yield
+        except BaseException as e:
+            kind = type(e)
+            raise
+        finally:
+            self._service.metrics.client_request_done(client, kind)
 
     async def ServerLive(self, _: _Call) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
@@ -354,27 +358,20 @@ class _Front:
         return reply
 
     async def ModelStreamInfer(self, call: _Call) -> None:
-        service, name = self._service, call.caller.name
+        name = call.caller.name
         sent = dict(call.context.invocation_metadata())
 
         async def infer(read: Read, held: contextlib.ExitStack) -> pb.ModelStreamInferResponse:
             exchange = _InferExchange(call, read, self._limits)
-            kind: type[BaseException] | None = None
             try:
-                with message_span(service.traces, SERVICE, sent, _code_number):
+                with self._counting(name), message_span(self._service.traces, SERVICE, sent, _code_number):
                     reply = await self._answer(exchange)
                     held.callback(exchange.release)
                     response = pb.ModelStreamInferResponse(infer_response=reply)
                     response.infer_response.parameters[_FINAL].bool_param = True
                     return response
             except Exception as e:
-                kind = type(e)
                 return _refusal(_to_error("ModelStreamInfer", e), exchange.request_id)
-            except BaseException as e:
-                kind = type(e)
-                raise
-            finally:
-                service.metrics.client_request_done(name, kind)
 
         with self._receiving.stream(name):
             await _answer_stream(call.context, self._receiving, self._limits, infer, self._seconds_to_send)

@@ -13,11 +13,11 @@ from guerdon.server import logs
 from guerdon.server.catalog import Catalog
 from guerdon.server.metrics import Metrics
 from guerdon.server.page import traffic
-from guerdon.server.page.component_history import ComponentHistory
 from guerdon.server.page.extremes import ExtremeSamples
-from guerdon.server.page.reward_history import RewardHistory
+from guerdon.server.page.history import ComponentHistory, RewardHistory
 from guerdon.server.page.traffic import FINE_S, CounterHistory, RecentErrors
 from guerdon.settings.config import DashboardConfig
+from guerdon.wire import schema
 
 log = logging.getLogger(__name__)
 
@@ -104,10 +104,10 @@ class PageRecorder:
             rewards = [score.reward for score in scores]
         for history, what, numbers in all_kinds.of(info).histories(scores):
             getattr(self, history).note_means(info.name, now, what, numbers)
-        if not request.wants_rewards or "rewards" not in info.outputs:
+        if not request.wants_rewards or not schema.REWARDS.has(info):
             return
         parts = [(r.attributes, r.reward) for r in scores if r.attributes is not None]
-        if "attributes" in info.outputs and parts:
+        if schema.ATTRIBUTES.has(info) and parts:
             names = info.names_of(len(parts[0][0]))
             shown = [row[: len(names)] for row, _ in parts]  # names of a sample's own are too many to follow
             self.components.note(info.name, now, names, shown, [reward for _, reward in parts])

@@ -17,11 +17,18 @@ from guerdon.server.catalog import Catalog
 from guerdon.server.critic.controller import Critic
 from guerdon.server.metrics import UNKNOWN
 from guerdon.server.page import drift, traffic
-from guerdon.server.page.component_history import TakenComponents
+from guerdon.server.page.history import (
+    COARSE_S,
+    FINE_S,
+    FINE_WINDOW_S,
+    Bucket,
+    PooledRewards,
+    TakenBuckets,
+    TakenComponents,
+)
 from guerdon.server.page.recorder import PageRecorder
-from guerdon.server.page.reward_history import Bucket, PooledRewards
-from guerdon.server.page.timed_buckets import COARSE_S, FINE_S, FINE_WINDOW_S, TakenBuckets
 from guerdon.server.page.traffic import TakenErrors, Window
+from guerdon.wire import schema
 from guerdon.wire.forms.page_bodies import Snapshot
 
 LEAST_S, MOST_S = 60.0, 86_400.0
@@ -159,7 +166,7 @@ def gather(
     counted = shown if critic is None else [*dict.fromkeys((*shown, catalog.critic_name))]
     columns = {name: slice(i * traffic.WIDTH, (i + 1) * traffic.WIDTH) for i, name in enumerate(recorder.names)}
     operations = [name for name in catalog.operations if critic is not None]
-    rewarded = [info.name for info in infos if "rewards" in info.outputs and info.name in shown]
+    rewarded = [info.name for info in infos if schema.REWARDS.has(info) and info.name in shown]
     scored = recorder.rewards
     return Gathered(
         server=server | {"now": now, "started": recorder.started},

@@ -15,7 +15,7 @@ import numpy as np
 
 from guerdon import errors
 from guerdon.server.metrics import SECONDS
-from guerdon.server.page.timed_buckets import TakenBuckets, TimedBuckets
+from guerdon.server.page.history import TakenBuckets, TimedBuckets
 
 MAX_POINTS = 300
 """Maximum of points per series."""

@@ -14,7 +14,7 @@ from guerdon.kinds import all_kinds
 from guerdon.kinds.kind import Tokenizer
 from guerdon.messages import plain
 from guerdon.teacher_core import TokenLogprobs
-from guerdon.wire import bodies
+from guerdon.wire import bodies, schema
 from guerdon.wire.forms.form import check_conversation, of_conversation, pair_samples, to_texts
 from guerdon.wire.forms.labels import attributes_of, number
 from guerdon.wire.forms.page_bodies import TrialBody, TrialReply, TrialResult, TrialToken
@@ -172,7 +172,7 @@ def _result(
     try:
         if isinstance(result, GuerdonError):
             raise result
-        if "rewards" in info.outputs and math.isfinite(result.reward):
+        if schema.REWARDS.has(info) and math.isfinite(result.reward):
             told["reward"] = number(result.reward)
         told["components" if info.has_components else "attributes"] = attributes_of(result, info)
     except GuerdonError as e:
