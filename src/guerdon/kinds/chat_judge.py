@@ -37,11 +37,9 @@ class ChatJudgeKind(Kind):
         """Returns what the judge is to clients; raises ConfigError if the API key is missing."""
         return ServedChatJudge(config)
 
-    async def read(
-        self, reading: SampleReader, served: Any, request: ScoreRequest, cut: Truncation | None, client: str
-    ) -> Asks:
+    async def read(self, reading: SampleReader, served: Any, request: ScoreRequest, cut: Truncation | None) -> Asks:
         """Returns a sequence for each question of the plan."""
-        plan, owners, rows = await read_questions(reading, served, request, client)
+        plan, owners, rows = await read_questions(reading, served, request)
         asked = Asks(served, [], [], plan)
         for owner, row in zip(owners, rows, strict=True):
             group = None if request.groups is None else int(request.groups[owner])

@@ -78,17 +78,15 @@ class JudgeKind(Kind):
 
         return build_judge(config, ranks.frozen())
 
-    async def read(
-        self, reading: SampleReader, served: Any, request: ScoreRequest, cut: Truncation | None, client: str
-    ) -> Asks:
+    async def read(self, reading: SampleReader, served: Any, request: ScoreRequest, cut: Truncation | None) -> Asks:
         """Returns a sequence for each question of the plan."""
         judge: Judging = served
         if isinstance(request, NextTokenRequest):
-            return await read_next_tokens(reading, judge, judge.text, request, client)
-        plan, owners, rows = await read_questions(reading, judge, request, client)
+            return await read_next_tokens(reading, judge, judge.text, request)
+        plan, owners, rows = await read_questions(reading, judge, request)
         places = [i for i, row in enumerate(rows) if isinstance(row, str)]
         steps = judge.encode_in_steps([str(rows[i]) for i in places])
-        for i, ids in zip(places, await reading.tokenize(steps, judge.info.name, client), strict=True):
+        for i, ids in zip(places, await reading.tokenize(steps, judge.info.name), strict=True):
             rows[i] = ids
         asked = Asks(judge, [], [], plan)
         for i, row in enumerate(rows):
@@ -130,17 +128,17 @@ class JudgeKind(Kind):
 
 
 async def read_questions(
-    reading: SampleReader, judge: Rendering, request: ScoreRequest, client: str
+    reading: SampleReader, judge: Rendering, request: ScoreRequest
 ) -> tuple[Plan, list[int], list[Any]]:
     """Returns the plan of a request, and each of its questions: the sample that it counts for, and its text or error.
 
     Raises InvalidRequest.
     """
     samples: list[Sample | InvalidRequest] = await reading.run_in_parts(
-        client, range(len(request)), functools.partial(read_samples, judge, request)
+        range(len(request)), functools.partial(read_samples, judge, request)
     )
-    plan = await reading.run(client, functools.partial(make_plan, judge, request, samples))
-    rows = await reading.run_in_parts(client, plan.subjects, functools.partial(render_subjects, judge))
+    plan = await reading.run(functools.partial(make_plan, judge, request, samples))
+    rows = await reading.run_in_parts(plan.subjects, functools.partial(render_subjects, judge))
     counts = [len(judge.rubric.criteria_of(subject)) for subject in plan.subjects]
     return plan, [owner for owner, count in zip(plan.owners, counts, strict=True) for _ in range(count)], rows
 

@@ -105,31 +105,31 @@ class Numbers(Protocol):
 
 
 class SampleReader(Protocol):
-    """Tokenises and renders on a few threads, on which the clients take turns; a kind reads its requests by it.
+    """Reads one request: tokenises and renders on a few threads, on which the clients take turns.
 
     `server/reading.py` documents the methods.
     """
 
-    async def run(self, client: str, work: Callable[[], T]) -> T: ...
+    async def run(self, work: Callable[[], T]) -> T: ...
 
-    async def run_over(self, num_rows: int, client: str, work: Callable[[], T]) -> T: ...
+    async def run_over(self, num_rows: int, work: Callable[[], T]) -> T: ...
 
-    async def run_in_parts(self, client: str, items: Any, work: Callable[[Any], Any]) -> list[Any]: ...
+    async def run_in_parts(self, items: Any, work: Callable[[Any], Any]) -> list[Any]: ...
 
-    async def tokenize(self, steps: Generator[None, None, T], model: str, client: str) -> T: ...
+    async def tokenize(self, steps: Generator[None, None, T], model: str) -> T: ...
 
-    async def read_text(self, served: Served, request: ScoreRequest, cut: Truncation | None, client: str) -> Rows: ...
+    async def read_text(self, served: Served, request: ScoreRequest, cut: Truncation | None) -> Rows: ...
 
     async def join(
-        self, served: Served, request: ScoreRequest, client: str
+        self, served: Served, request: ScoreRequest
     ) -> tuple[ListLike[str | InvalidRequest], ListLike[str | InvalidRequest]]: ...
 
     async def read_samples(
-        self, served: Served, request: ScoreRequest, cut: Truncation | None, client: str
+        self, served: Served, request: ScoreRequest, cut: Truncation | None
     ) -> tuple[Rows, ScoreRequest]: ...
 
     async def make_sequences(
-        self, rows: Rows, request: ScoreRequest, cut: Truncation | None, served: Served, client: str
+        self, rows: Rows, request: ScoreRequest, cut: Truncation | None, served: Served
     ) -> Asks: ...
 
 
@@ -192,17 +192,15 @@ class Kind:
         """Returns the number of child processes that compute such a model, 0 if this process does."""
         return 0
 
-    async def read(
-        self, reading: SampleReader, served: Served, request: ScoreRequest, cut: Truncation | None, client: str
-    ) -> Asks:
+    async def read(self, reading: SampleReader, served: Served, request: ScoreRequest, cut: Truncation | None) -> Asks:
         """Returns what the request asks; raises InvalidRequest if the model cannot read such samples.
 
         `cut` says what to leave out of samples that are too long.
         """
         rows: Rows | None = request.tokens
         if rows is None:
-            rows, _ = await reading.read_samples(served, request, cut, client)
-        return await reading.make_sequences(rows, request, cut, served, client)
+            rows, _ = await reading.read_samples(served, request, cut)
+        return await reading.make_sequences(rows, request, cut, served)
 
     def finish(self, asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
         """Returns the reply to the request, made of the results of all sequences; in a thread if these are many."""

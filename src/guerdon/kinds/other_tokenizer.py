@@ -95,7 +95,6 @@ async def read_as_student(
     prompts: dict[int, str | np.ndarray | InvalidRequest],
     request: ScoreRequest,
     cut: Truncation | None,
-    client: str,
 ) -> Asks:
     """Returns what a request with the student's ids asks of the teacher; `prompts` are its own prompts, by sample."""
     teacher: Any = served.encoder
@@ -115,13 +114,13 @@ async def read_as_student(
             continue
         length = None if lengths is None else int(lengths[i])
         read = functools.partial(_read_row, row, length, queries[i], prompts.get(i), student, teacher)
-        read_rows.append(await reading.run(client, read))  # a row a turn: each token is decoded
+        read_rows.append(await reading.run(read))  # a row a turn: each token is decoded
     plan = [None if isinstance(row, InvalidRequest) else row[2] for row in read_rows]
     rows = [row if isinstance(row, InvalidRequest) else row[0] for row in read_rows]
     starts = [0 if isinstance(row, InvalidRequest) else row[1] for row in read_rows]
     asks = [dataclasses.replace(query, start=None, prompt=None) for query in queries]
     sent = dataclasses.replace(request, prompt_lengths=np.array(starts), asks=asks)
-    asked = await reading.make_sequences(rows, sent, cut, served, client)
+    asked = await reading.make_sequences(rows, sent, cut, served)
     asked.plan = (plan, request.tokens)
     return asked
 

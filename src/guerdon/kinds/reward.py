@@ -49,9 +49,7 @@ class RewardKind(Kind):
             info.shared_base
         )
 
-    async def read(
-        self, reading: SampleReader, served: Served, request: ScoreRequest, cut: Truncation | None, client: str
-    ) -> Asks:
+    async def read(self, reading: SampleReader, served: Served, request: ScoreRequest, cut: Truncation | None) -> Asks:
         """Reads the samples; separators in prompts end no step of the response.
 
         A label that conversations are rendered with goes with the last message, as its `reference`.
@@ -61,19 +59,19 @@ class RewardKind(Kind):
             messages = [one if label is None else with_reference(one, label) for one, label in pairs]
             request = dataclasses.replace(request, messages=messages)
         if not served.info.step_rule or request.tokens is not None or request.steps is not None:
-            return await super().read(reading, served, request, cut, client)
-        rows, request = await reading.read_samples(served, request, cut, client)
+            return await super().read(reading, served, request, cut)
+        rows, request = await reading.read_samples(served, request, cut)
         tokenised = _by_steps if served.info.splits_at and not request.add_special_tokens else _without_prompts_steps
-        rows = await tokenised(reading, served, request, rows, client)
-        return await reading.make_sequences(rows, request, cut, served, client)
+        rows = await tokenised(reading, served, request, rows)
+        return await reading.make_sequences(rows, request, cut, served)
 
 
-async def _by_steps(reading: SampleReader, served: Served, request: ScoreRequest, rows: Rows, client: str) -> Rows:
+async def _by_steps(reading: SampleReader, served: Served, request: ScoreRequest, rows: Rows) -> Rows:
     """Tokenises a prompt and each step by itself: in one text a separator may merge with what stands before it."""
     prompts: ListLike[str | InvalidRequest] = [""] * len(rows)
     whole: ListLike[str | InvalidRequest] = request.texts or []
     if request.prompts is not None or request.messages is not None:
-        prompts, joined = await reading.join(served, request, client)
+        prompts, joined = await reading.join(served, request)
         whole = whole or joined
     if request.splits is not None:
         prompts = [text[: at or 0] for text, at in zip(request.texts or [], request.splits, strict=True)]
@@ -86,7 +84,7 @@ async def _by_steps(reading: SampleReader, served: Served, request: ScoreRequest
         parts.append([begun, *text[len(begun) :].split(served.info.splits_at)])
     distinct = list(dict.fromkeys(part for own in parts for part in own if part))
     asked = dataclasses.replace(request, messages=None, prompts=None, splits=None, texts=distinct)
-    ids = dict(zip(distinct, await reading.read_text(served, asked, None, client), strict=True))
+    ids = dict(zip(distinct, await reading.read_text(served, asked, None), strict=True))
     end, nothing = np.array(served.info.step_separator_ids), np.empty(0, np.int64)
 
     def joined_again(row: Any, own: list[str]) -> Any:
@@ -100,18 +98,16 @@ async def _by_steps(reading: SampleReader, served: Served, request: ScoreRequest
     return list(map(joined_again, rows, parts))
 
 
-async def _without_prompts_steps(
-    reading: SampleReader, served: Served, request: ScoreRequest, rows: Rows, client: str
-) -> Rows:
+async def _without_prompts_steps(reading: SampleReader, served: Served, request: ScoreRequest, rows: Rows) -> Rows:
     """Notes in each row where its prompt's last step ends: separators in prompts end no step of the response."""
     if not isinstance(served.encoder, Tokenizer) or (request.prompts is None and request.messages is None):
         return rows
-    prompts, _ = await reading.join(served, request, client)
+    prompts, _ = await reading.join(served, request)
     if request.texts is not None:
         prompts = [p if t.startswith(str(p)) else "" for p, t in zip(prompts, request.texts, strict=True)]
     distinct = list(dict.fromkeys(map(or_nothing, prompts)))
     asked = dataclasses.replace(request, messages=None, prompts=None, splits=None, texts=distinct)
-    ids, alone = served.info.step_separator_ids, await reading.read_text(served, asked, None, client)
+    ids, alone = served.info.step_separator_ids, await reading.read_text(served, asked, None)
     num_steps = {
         prompt: len(Sequence(row).step_ends(ids)) if isinstance(row, np.ndarray) else 0
         for prompt, row in zip(distinct, alone, strict=True)

@@ -50,32 +50,30 @@ class TeacherKind(Kind):
 
         return TeacherEngine(load_policy(config, ranks=ranks.frozen()), student=config.student_tokenizer)
 
-    async def read(
-        self, reading: SampleReader, served: Served, request: ScoreRequest, cut: Truncation | None, client: str
-    ) -> Asks:
+    async def read(self, reading: SampleReader, served: Served, request: ScoreRequest, cut: Truncation | None) -> Asks:
         """Tokenises prompts and responses that are texts together, so that the first asked token is known."""
         _check(served.info, request)
         if isinstance(request, NextTokenRequest):
-            return await read_next_tokens(reading, served, served.encoder, request, client)
+            return await read_next_tokens(reading, served, served.encoder, request)
         if request.tokens is not None and (student := self.tokenizer(served)) is not served.encoder:
             prompts = [query.prompt for query in request.asks or ()]
-            own = await _own_prompts(reading, served, prompts, request, client)
-            asked = await read_as_student(reading, served, student, own, request, cut, client)
+            own = await _own_prompts(reading, served, prompts)
+            asked = await read_as_student(reading, served, student, own, request, cut)
         elif request.asks is not None and any(query.prompt is not None for query in request.asks):
-            rows, request = await _read_under_own_prompts(reading, served, request, client)
-            asked = await reading.make_sequences(rows, request, cut, served, client)
+            rows, request = await _read_under_own_prompts(reading, served, request)
+            asked = await reading.make_sequences(rows, request, cut, served)
         elif request.tokens is None and _is_apart(request):
-            rows, lengths = await _read_joined(reading, served, request, client)
+            rows, lengths = await _read_joined(reading, served, request)
             request = dataclasses.replace(request, prompt_lengths=lengths)
-            asked = await reading.make_sequences(rows, request, cut, served, client)
+            asked = await reading.make_sequences(rows, request, cut, served)
         else:
-            asked = await super().read(reading, served, request, cut, client)
+            asked = await super().read(reading, served, request, cut)
         for i, s in enumerate(asked.sequences):
             others = () if s.ask is None else s.ask.mixture
             for part in others:
                 if asked.errors[i] is None and (fault := find_fault(s, part.info)) is not None:
                     asked.errors[i] = InvalidRequest(f"{part.info.name}: {fault}")
-        await reading.run_over(len(asked.sequences), client, functools.partial(size_answers, asked))
+        await reading.run_over(len(asked.sequences), functools.partial(size_answers, asked))
         return asked
 
     def finish(self, asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
@@ -115,9 +113,7 @@ def _check(info: ModelInfo, request: ScoreRequest) -> None:
         )
 
 
-async def read_next_tokens(
-    reading: SampleReader, served: Served, encoder: Any, request: NextTokenRequest, client: str
-) -> Asks:
+async def read_next_tokens(reading: SampleReader, served: Served, encoder: Any, request: NextTokenRequest) -> Asks:
     """Returns each sample with what all share, tokenised apart by `encoder`."""
     info = served.info
 
@@ -125,7 +121,7 @@ async def read_next_tokens(
         if not isinstance(encoder, Tokenizer):
             raise InvalidRequest(why_no_text(info))
         steps = encoder.encode_in_steps(texts, is_special, None, info.max_length)
-        return await reading.tokenize(steps, info.name, client)
+        return await reading.tokenize(steps, info.name)
 
     shared: np.ndarray | str | InvalidRequest = request.shared
     if isinstance(shared, str):
@@ -169,20 +165,18 @@ def size_answers(asked: Asks) -> None:
 # --- prompts before responses --------------------------------------------------------------------------------------
 
 
-async def _read_joined(
-    reading: SampleReader, served: Served, request: ScoreRequest, client: str
-) -> tuple[Rows, np.ndarray]:
+async def _read_joined(reading: SampleReader, served: Served, request: ScoreRequest) -> tuple[Rows, np.ndarray]:
     """Tokenises each prompt and its response together; returns the rows, and the prompts' lengths in tokens.
 
     A response whose prompt has other tokens without it gets an error. If a conversation does not end with a
     response, its prompt is empty.
     """
-    prompts, joined = await reading.join(served, request, client)
+    prompts, joined = await reading.join(served, request)
     asked = dataclasses.replace(request, messages=None)
     distinct = list(dict.fromkeys(map(or_nothing, prompts)))
     together = dataclasses.replace(asked, texts=[*map(or_nothing, joined)])
-    rows = list(await reading.read_text(served, together, None, client))
-    alone = await reading.read_text(served, dataclasses.replace(asked, texts=distinct), None, client)
+    rows = list(await reading.read_text(served, together, None))
+    alone = await reading.read_text(served, dataclasses.replace(asked, texts=distinct), None)
     ids = dict(zip(distinct, alone, strict=True))
     lengths = np.zeros(len(rows), np.int64)
     for i, (row, text, prompt) in enumerate(zip(rows, joined, prompts, strict=True)):
@@ -196,7 +190,7 @@ async def _read_joined(
 
 
 async def _read_under_own_prompts(
-    reading: SampleReader, served: Served, request: ScoreRequest, client: str
+    reading: SampleReader, served: Served, request: ScoreRequest
 ) -> tuple[Rows, ScoreRequest]:
     """Puts the teacher's own prompts before the responses; returns the rows, and the request that they belong to.
 
@@ -206,12 +200,12 @@ async def _read_under_own_prompts(
         raise InvalidRequest(
             "teacher_prompts go with token ids; of texts and messages, send the teacher's prompt as the prompt"
         )
-    texts = await _own_prompts(reading, served, [query.prompt for query in request.asks], request, client)
+    texts = await _own_prompts(reading, served, [query.prompt for query in request.asks])
     distinct = list({text: None for text in texts.values() if isinstance(text, str)})
     ids: dict[Any, Any] = {}
     if distinct:
         sent = dataclasses.replace(request, tokens=None, texts=distinct, prompt_lengths=None)
-        ids = dict(zip(distinct, await reading.read_text(served, sent, None, client), strict=True))
+        ids = dict(zip(distinct, await reading.read_text(served, sent, None), strict=True))
     lengths = np.zeros(len(request), np.int64) if request.prompt_lengths is None else request.prompt_lengths.copy()
     rows: list[np.ndarray | InvalidRequest] = [*request.tokens]
     asks = list(request.asks)
@@ -234,7 +228,7 @@ async def _read_under_own_prompts(
 
 
 async def _own_prompts(
-    reading: SampleReader, served: Served, prompts: ListLike[OwnPrompt | None], request: ScoreRequest, client: str
+    reading: SampleReader, served: Served, prompts: ListLike[OwnPrompt | None]
 ) -> dict[int, str | np.ndarray | InvalidRequest]:
     """Returns the samples' own prompts by their places: ids as they are, else texts; equal chats are rendered once."""
     found: dict[int, Any] = {i: prompt for i, prompt in enumerate(prompts) if prompt is not None}
@@ -244,9 +238,7 @@ async def _own_prompts(
     chats = {repr(prompt): prompt for prompt in found.values() if isinstance(prompt, list)}
     if chats:
         assert isinstance(encoder, Tokenizer)
-        rendered = dict(
-            zip(chats, await reading.run_in_parts(client, [*chats.values()], encoder.render_prompts), strict=True)
-        )
+        rendered = dict(zip(chats, await reading.run_in_parts([*chats.values()], encoder.render_prompts), strict=True))
         found |= {i: rendered[repr(prompt)] for i, prompt in found.items() if isinstance(prompt, list)}
     return found
 

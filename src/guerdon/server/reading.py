@@ -77,7 +77,8 @@ class Reader(Workers):
 
     def __init__(self) -> None:
         super().__init__("tokenise")
-        self._warned: set[ModelInfo] = set()
+        self.warned: set[ModelInfo] = set()
+        """Models of which a text has come that does not end as the template ends an answer."""
 
     async def read(self, entry: Entry, request: ScoreRequest, client: str) -> Asks:
         """Returns what the request asks of the model that serves when this begins.
@@ -90,36 +91,46 @@ class Reader(Workers):
             raise InvalidRequest("the request has no samples; send at least one")
         if not request.is_checked:
             check(served, request)
-        return await all_kinds.of(served.info).read(self, served, request, cut, client)
+        return await all_kinds.of(served.info).read(Reading(self, client), served, request, cut)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """The reading of a client's request, as its model's kind does it, in the client's turns on the reader's threads."""
+
+    reader: Reader
+    client: str
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Runs `work` on one of the threads at the client's turn."""
+        return await self.reader.run(self.client, work)
+
+    async def run_over(self, num_rows: int, work: Callable[[], T]) -> T:
+        """Runs `work` on so many rows, on one of the threads if they are many."""
+        return await self.run(work) if num_rows > MANY_ROWS else work()
 
     async def read_samples(
-        self, served: Served, request: ScoreRequest, cut: Truncation | None, client: str
+        self, served: Served, request: ScoreRequest, cut: Truncation | None
     ) -> tuple[Rows, ScoreRequest]:
         """Does `read_text`, completes texts as the template ends an answer, and refuses what truncation spoils.
 
         Returns the request with the completed texts, too.
         """
-        request = await self._ended(served.info, request, client)
-        rows = await self.read_text(served, request, cut, client)
+        request = await self._ended(served.info, request)
+        rows = await self.read_text(served, request, cut)
         if cut is not None:
-            rows = await self._fail_lost(served, request, rows, cut, client)
+            rows = await self._fail_lost(served, request, rows, cut)
         return rows, request
 
-    async def make_sequences(
-        self, rows: Rows, request: ScoreRequest, cut: Truncation | None, served: Served, client: str
-    ) -> Asks:
+    async def make_sequences(self, rows: Rows, request: ScoreRequest, cut: Truncation | None, served: Served) -> Asks:
         """Returns a sequence for each row, and what is wrong with it, if anything."""
         work = functools.partial(_to_sequences, rows, request, cut, served.info)
-        asked = Asks(served, *await self.run_over(len(rows), client, work))
+        asked = Asks(served, *await self.run_over(len(rows), work))
         for one in asked.sequences if served.info.shared_base else ():
             one.adapter = served.index  # type: ignore[attr-defined]
         return asked
 
-    async def run_over(self, num_rows: int, client: str, work: Callable[[], T]) -> T:
-        """Runs `work` on so many rows, on one of the threads if they are many."""
-        return await self.run(client, work) if num_rows > MANY_ROWS else work()
-
-    async def join(self, served: Served, request: ScoreRequest, client: str) -> tuple[Parts, Parts]:
+    async def join(self, served: Served, request: ScoreRequest) -> tuple[Parts, Parts]:
         """Returns the prompts, and the prompts with their responses; conversations are rendered."""
         texts, encoder, conversations = request.texts or [], served.encoder, request.messages
         if conversations is None:
@@ -127,14 +138,14 @@ class Reader(Workers):
             return prompts, [_begun(text, prompt) for prompt, text in zip(prompts, texts, strict=True)]
         assert isinstance(encoder, Tokenizer)
         if request.texts is None:
-            whole = await self.run_in_parts(client, conversations, lambda some: [*map(encoder.render, some)])
+            whole = await self.run_in_parts(conversations, lambda some: [*map(encoder.render, some)])
             conversations = [before_response(one) for one in conversations]
-        rendered = await self.run_in_parts(client, conversations, functools.partial(_render_prompts, encoder))
+        rendered = await self.run_in_parts(conversations, functools.partial(_render_prompts, encoder))
         if request.texts is not None:
             whole = [p if isinstance(p, InvalidRequest) else p + t for p, t in zip(rendered, texts, strict=True)]
         return rendered, whole
 
-    async def read_text(self, served: Served, request: ScoreRequest, cut: Truncation | None, client: str) -> Rows:
+    async def read_text(self, served: Served, request: ScoreRequest, cut: Truncation | None) -> Rows:
         """Tokenises in steps, so that the clients' turns are short; stops at the next step if cancelled."""
         encoder, added, texts = served.encoder, bool(request.add_special_tokens), request.texts
         if encoder is None:
@@ -145,38 +156,38 @@ class Reader(Workers):
         name = served.info.name
         if not isinstance(encoder, Tokenizer):  # it takes no messages
             with tracing.step("tokenize", name):
-                return await self.run(client, lambda: encoder.encode(texts or [], added, cut if added else None))
+                return await self.run(lambda: encoder.encode(texts or [], added, cut if added else None))
         whole = request.is_whole
         if texts is None:
             messages = encoder.encode_messages_in_steps(request.messages or [], cut, most, is_whole=whole)
-            return await self.tokenize(messages, name, client)
+            return await self.tokenize(messages, name)
         splits = find_splits(request, served.info, encoder)
         if splits is None:
-            return await self.tokenize(encoder.encode_in_steps(texts, added, cut, most, is_whole=whole), name, client)
+            return await self.tokenize(encoder.encode_in_steps(texts, added, cut, most, is_whole=whole), name)
         # A model that reads pairs distinguishes them by special tokens.
         template = served.info.reads_pairs if request.add_special_tokens is None else added
         pairs = {i: (texts[i][:at], texts[i][at:]) for i, at in enumerate(splits) if isinstance(at, int)}
         singles = {i: texts[i] for i, at in enumerate(splits) if at is None}
         steps = encoder.encode_pairs_in_steps([*pairs.values()], template, cut, most, is_whole=whole)
-        apart = await self.tokenize(steps, name, client)
+        apart = await self.tokenize(steps, name)
         others = encoder.encode_in_steps([*singles.values()], added, cut, most, is_whole=whole)
-        alone = await self.tokenize(others, name, client)
+        alone = await self.tokenize(others, name)
         made = dict(zip((*pairs, *singles), (*apart, *alone), strict=True))
         made |= {i: at for i, at in enumerate(splits) if isinstance(at, InvalidRequest)}
         return [made[i] for i in range(len(texts))]
 
-    async def _fail_lost(self, served: Served, request: ScoreRequest, rows: Rows, cut: Truncation, client: str) -> Rows:
+    async def _fail_lost(self, served: Served, request: ScoreRequest, rows: Rows, cut: Truncation) -> Rows:
         """Puts an error in the place of each row in which truncation has left nothing of a known response."""
         encoder, most = served.encoder, cut.max_tokens
         if most is None or not isinstance(encoder, Tokenizer) or (request.messages is None and request.prompts is None):
             return rows
         full = {i: len(row) for i, row in enumerate(rows) if isinstance(row, np.ndarray) and len(row) >= most}
         split = functools.partial(split_at_cut, encoder, request, cut=cut)
-        found = await self.run_in_parts(client, [*full], lambda some: [*map(split, some)])
+        found = await self.run_in_parts([*full], lambda some: [*map(split, some)])
         suspects = {i: texts for i, texts in zip(full, found, strict=True) if texts is not None}
         texts = [text for pair in suspects.values() for text in pair]
         steps = encoder.encode_in_steps(texts, bool(request.add_special_tokens), None, most)
-        found_ids = await self.tokenize(steps, served.info.name, client)
+        found_ids = await self.tokenize(steps, served.info.name)
         lengths = iter([most + 1 if isinstance(ids, InvalidRequest) else len(ids) for ids in found_ids])
         made = [*rows]
         for i, whole, kept in zip(suspects, lengths, lengths, strict=True):
@@ -184,20 +195,20 @@ class Reader(Workers):
                 made[i] = nothing_left(cut)
         return made
 
-    async def _ended(self, info: ModelInfo, request: ScoreRequest, client: str) -> ScoreRequest:
+    async def _ended(self, info: ModelInfo, request: ScoreRequest) -> ScoreRequest:
         """Ends texts as a reward model's chat template ends an answer, if the request asks for it; else warns once."""
         ending = Ending.parse(info.ending) if schema.REWARDS.has(info) and request.texts is not None else None
-        if ending is None or not (request.completes or info not in self._warned):
+        if ending is None or not (request.completes or info not in self.reader.warned):
             return request
         texts = request.texts or []
         prompts = request.prompts or [""] * len(texts)
         made = await self.run_in_parts(
-            client, [*zip(texts, prompts, strict=True)], lambda some: [ending.complete(*pair) for pair in some]
+            [*zip(texts, prompts, strict=True)], lambda some: [ending.complete(*pair) for pair in some]
         )
         if request.completes:
             return _with_texts(request, ending.start, made)
         if any(whole not in (text, None) for text, whole in zip(texts, made, strict=True)):
-            self._warned.add(info)
+            self.reader.warned.add(info)
             log.warning(
                 "%s: a text that its chat template has made does not end with %r as the template ends an answer: "
                 "its score is not that of the conversation; append the ending, or send messages",
@@ -206,17 +217,17 @@ class Reader(Workers):
             )
         return request
 
-    async def run_in_parts(self, client: str, items: Any, work: Callable[[Any], Any]) -> list[Any]:
+    async def run_in_parts(self, items: Any, work: Callable[[Any], Any]) -> list[Any]:
         """Returns what `work` makes of a few items at a time, so that the clients' turns are short."""
         made: list[Any] = []
         for first in range(0, len(items), _RENDERED_AT_ONCE):
-            made += await self.run(client, functools.partial(work, items[first : first + _RENDERED_AT_ONCE]))
+            made += await self.run(functools.partial(work, items[first : first + _RENDERED_AT_ONCE]))
         return made
 
-    async def tokenize(self, steps: Generator[None, None, T], model: str, client: str) -> T:
+    async def tokenize(self, steps: Generator[None, None, T], model: str) -> T:
         """Takes the steps of an encoder, each in the client's turn; stops at the next if cancelled."""
         with tracing.step("tokenize", model):
-            while (rows := await self.run(client, lambda: _advance(steps))) is None:
+            while (rows := await self.run(lambda: _advance(steps))) is None:
                 pass
             return rows
 

@@ -195,7 +195,7 @@ class Service:
             whole = job.reply(info.weights_version, asked.sequences, asked.errors)
             return kind.finish(asked, whole, self.metrics)
 
-        reply = await self.reader.run_over(len(asked.sequences), client, work)
+        reply = await self.reader.run_if(len(asked.sequences) > reading.MANY_ROWS, client, work)
         decoder = kind.tokenizer(asked.served)
         reply.text = decoder if isinstance(decoder, Decodes) else None
         self.metrics.add("guerdon_received_tokens", job.num_tokens, info.name)
