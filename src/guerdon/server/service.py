@@ -187,7 +187,6 @@ class Service:
                 job.traced.end(job.taken, len(job.sequences), job.num_tokens)
 
     async def _finish(self, asked: Asks, job: Job, client: str) -> ScoreReply:
-        """Makes the reply of a job that was computed."""
         info = asked.served.info
         kind = all_kinds.of(info)
 

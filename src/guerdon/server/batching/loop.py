@@ -191,7 +191,6 @@ class Loop:
                 thread.join(max(0.0, ends - time.monotonic()))
 
     def _drop_all(self) -> tuple[list[Job], list[Order]]:
-        """Empties the queues."""
         with self._wake:
             dropped = [scheduler.drop_all() for scheduler in self._schedulers.values()]
             self._notify()
@@ -316,7 +315,6 @@ class Loop:
             self._deliver(finished)
 
     def _fail_batch(self, model: str, batch: Batch, error: MemoryError) -> None:
-        """Fails the jobs of a batch that ran out of memory outside of the forward."""
         failure(log, logging.ERROR, "%s: out of memory outside of a forward", model, error=error)
         jobs = list(batch.jobs())
         with self._wake:

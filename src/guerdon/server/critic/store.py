@@ -581,7 +581,6 @@ def _measured(report: TrainReport) -> dict[str, float]:
 
 
 def _encode(outcomes: dict[str, TrainOutcome]) -> bytes:
-    """Returns the outcomes as checkpoints keep them."""
     entries = {
         name: {"digest": one.digest, "report": one.report, "failure": one.failure, "num_steps": one.num_batches}
         for name, one in outcomes.items()

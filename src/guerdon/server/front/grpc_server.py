@@ -127,7 +127,6 @@ class _Call:
         self._limits = limits
 
     async def message(self) -> bytes:
-        """Reads the message."""
         timeout_s = min(self._limits.read_timeout_s, self._limits.request_timeout_s)
         return await self._receiving.message(self.context, self.caller.name, timeout_s)
 

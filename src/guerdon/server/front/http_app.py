@@ -355,7 +355,6 @@ class _Handlers:
         return 200, [], b""
 
     async def sleep(self, request: HttpRequest) -> Reply:
-        """Puts models to sleep."""
         request.caller.need(Role.TRAIN, "to put models to sleep")
         asked = bodies.convert(request.query, vllm_control.SleepUrl, "the URL")
         level, repository = int(asked.level), self._service.repository
@@ -363,21 +362,18 @@ class _Handlers:
         return _json(vllm_control.SleepReply("sleeping", level, names))
 
     async def wake_up(self, request: HttpRequest) -> Reply:
-        """Wakes models."""
         request.caller.need(Role.TRAIN, "to wake models up")
         asked = bodies.convert(request.query, vllm_control.WakeUrl, "the URL")
         names = await self._service.repository.wake_up(asked.model, request.caller.name)
         return _json(vllm_control.WakeReply("awake", names, [asked.tags] if asked.tags else None))
 
     async def is_sleeping(self, request: HttpRequest) -> Reply:
-        """Says which models sleep."""
         asked, catalog = bodies.convert(request.query, Url, "the URL"), self._service.catalog
         entries = catalog.entries if not asked.model else {asked.model: catalog.entry(asked.model)}
         levels = {name: entry.sleep.level for name, entry in entries.items() if entry.sleep is not None}
         return _json(vllm_control.IsSleepingReply(bool(levels), levels))
 
     async def init_weights(self, request: HttpRequest) -> Reply:
-        """Sets up live weights."""
         name, _, updates = self._updated(request)
         body = await self._read_body(request, lambda body: bodies.read(body, vllm_control.InitBody))
         async with updates.lock(name):
@@ -385,14 +381,12 @@ class _Handlers:
         return _json(vllm_control.PhaseReply(message="Weight transfer initialized"))
 
     async def start_weights(self, request: HttpRequest) -> Reply:
-        """Begins an update."""
         name, _, updates = self._updated(request)
         async with updates.lock(name):
             update_id = await updates.start(name)
         return _json(vllm_control.PhaseReply(message="Weight update started", update_id=update_id))
 
     async def update_weights(self, request: HttpRequest) -> Reply:
-        """Takes tensors."""
         name, update_id, updates = self._updated(request)
         is_json = request.headers.get(b"content-type", b"").startswith(b"application/json")
         with Place(self._admission.gate, request.caller.name) as place:
@@ -404,7 +398,6 @@ class _Handlers:
         return _json(vllm_control.PhaseReply(message="Weights updated", missing=missing))
 
     async def finish_weights(self, request: HttpRequest) -> Reply:
-        """Swaps the new weights in."""
         name, update_id, updates = self._updated(request)
         none = vllm_control.FinishBody()
         body = await self._read_body(request, lambda body: bodies.read(body, vllm_control.FinishBody) if body else none)
@@ -422,13 +415,11 @@ class _Handlers:
         return self._service.catalog.scored_by(asked.model).name, asked.update_id, self._updates
 
     async def answer(self, answer: Answer, request: HttpRequest) -> Reply:
-        """Answers without a model."""
         if answer.body is None:
             return _json(answer.to_reply(b""))
         return _json(await self._read_body(request, answer.to_reply))
 
     async def tokens(self, form: TokenForm, request: HttpRequest) -> Reply:
-        """Answers about a model's tokens."""
         place = Place(self._admission.gate, request.caller.name)
         with place:
             body = await request.read_body(place, self._config)
@@ -444,7 +435,6 @@ class _Handlers:
         return 200, [JSON], Stream(len(made), [made[some] for some in bodies.slices(len(made))], kept)
 
     async def info(self, request: HttpRequest) -> Reply:
-        """Describes a model as TEI does."""
         catalog = self._service.catalog
         info = catalog.scored_by(bodies.convert(request.query, Url, "the URL").model)
         entry = catalog.entries.get(info.name)
@@ -477,7 +467,6 @@ class _Handlers:
         return name
 
     async def _read_body(self, request: HttpRequest, read: Callable[[bodies.Octets], T]) -> T:
-        """Returns what `read` makes of the body."""
         with Place(self._admission.gate, request.caller.name) as place:
             body = await request.read_body(place, self._config)
             return await place.run(functools.partial(read, body), len(body), READ_INLINE_BYTES)

@@ -124,10 +124,10 @@ def describe_model(info: ModelInfo, created: int) -> OpenAIModel:
     return OpenAIModel(info.name, created, info.source or info.name, info.max_length)
 
 
-def count_tokens(reply: ScoreReply, kind: type[U]) -> U:
-    """Returns the token counts of all samples together."""
+def count_tokens(reply: ScoreReply, kind: type[U], num_new: int = 0) -> U:
+    """Returns the token counts of all samples together, with so many that follow them."""
     num_tokens = sum(reply.lengths)
-    return kind(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    return kind(prompt_tokens=num_tokens, completion_tokens=num_new, total_tokens=num_tokens + num_new)
 
 
 def new_id() -> str:
@@ -135,6 +135,5 @@ def new_id() -> str:
 
 
 def _facts(error: GuerdonError) -> tuple[int, str, str]:
-    """The error's status, text and OpenAI's type."""
     status = 404 if isinstance(error, UnknownModel) else error.http
     return status, cut(str(error)), _TYPES.get(status, type(error).__name__)

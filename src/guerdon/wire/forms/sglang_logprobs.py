@@ -305,7 +305,6 @@ def _fill(
     tokens: np.ndarray,
     text: Decodes | None,
 ) -> None:
-    """Fills in the log-probs that the sample asked for."""
     texts_of = text.texts_of if text is not None and body.return_text_in_logprobs else None
     first = one.first(len(tokens))
     # Nothing predicts the first token; clients skip the entry before those that they read.

@@ -39,7 +39,7 @@ from guerdon.wire.forms.logprob_texts import (
     write_positions,
     written,
 )
-from guerdon.wire.forms.openai import Usage, new_id, to_error
+from guerdon.wire.forms.openai import Usage, count_tokens, new_id, to_error
 from guerdon.wire.tensors import pad_rows
 
 CONTEXT = 16
@@ -213,7 +213,7 @@ def _completions(body: CompletionsBody, url: form.Url) -> form.FormRequest:
                     prompt_token_ids=tokens if has_ids else None,
                 )
             )
-        usage = _usage(reply, len(choices) * query.with_next)
+        usage = count_tokens(reply, Usage, len(choices) * query.with_next)
         reply_id = f"cmpl-{body.request_id or new_id()}"
         return CompletionsReply(id=reply_id, created=int(time.time()), model=info.name, choices=choices, usage=usage)
 
@@ -266,7 +266,7 @@ def _generate(body: GenerateBody, url: form.Url) -> form.FormRequest:
             request_id=body.request_id or new_id(),
             model=info.name,
             created=int(time.time()),
-            usage=_usage(reply, len(new)),
+            usage=count_tokens(reply, Usage, len(new)),
             choices=[GenerateChoice(logprobs=_next_tokens(said, asked.logprobs), token_ids=new)],
             prompt_logprobs=_prompt_logprobs(asked.prompt_logprobs, said, tokens, text, first),
             prompt_token_id_logprobs=found,
@@ -414,11 +414,6 @@ def _text(text: Decodes | None, tokens: np.ndarray, new: list[int], *, echoes: b
     if echoes:
         return text.decode(tokens if is_open else np.array([*tokens, *new], np.int64))
     return "" if is_open else piece
-
-
-def _usage(reply: ScoreReply, num_new: int) -> Usage:
-    num_tokens = sum(reply.lengths)
-    return Usage(prompt_tokens=num_tokens, completion_tokens=num_new, total_tokens=num_tokens + num_new)
 
 
 def _as_npy(table: np.ndarray) -> InBase64:

@@ -460,6 +460,5 @@ def _token_numbers(score: Score, activation: labels.Activation | None) -> np.nda
 
 
 def _head(reply_id: str, reply: ScoreReply, info: ModelInfo) -> dict[str, Any]:
-    """Fields of the three replies beside their rows."""
     usage = count_tokens(reply, PoolingUsage)
     return {"id": reply_id, "created": int(time.time()), "model": info.name, "usage": usage}
