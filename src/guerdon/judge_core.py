@@ -163,6 +163,22 @@ class Rubric:
         """Whether every sample needs a reference."""
         return "reference" in self.fields or (self.compare is not None and self.compare.schedule == "reference")
 
+    def facts(self) -> dict[str, Any]:
+        """Returns the fields of a judge's `ModelInfo` that it decides."""
+        names, has_own = self.attribute_names, self.own != "ignore"
+        return {
+            "outputs": ("rewards", "attributes") if names else ("rewards",),
+            "attribute_names": names,
+            "attribute_weights": self.attribute_weights,
+            "has_components": bool(names),
+            "adds_attributes": has_own,
+            "compares": self.compares,
+            "takes_messages": True,
+            "takes_tokens": False,
+            "takes_prompts": True,
+            "takes_labels": self.needs_reference or has_own,
+        }
+
     def render(self, subject: Sample | Pair) -> list[str]:
         """Returns the template filled for each criterion; braces in the subject's own texts stay as they are."""
         if isinstance(subject, Sample):
