@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from string import Formatter
 from typing import Any, Literal, Protocol
 
@@ -153,6 +154,11 @@ class Rubric:
         own = subject.criteria if isinstance(subject, Sample) else ()
         return own if own and self.own == "replace" else (*self.criteria, *own)
 
+    def parts(self, subjects: Iterable[Sample | Pair]) -> list[slice]:
+        """Returns which of all questions are about each subject, if those about one follow those about the other."""
+        ends = [0, *accumulate(len(self.criteria_of(subject)) for subject in subjects)]
+        return [slice(start, end) for start, end in pairwise(ends)]
+
     @property
     def compares(self) -> bool:
         """Whether a sample's reward depends on the others of its group."""
@@ -209,7 +215,7 @@ class Rubric:
 
     def read_answers(
         self,
-        subjects: Iterable[Sample | Pair],
+        subjects: list[Sample | Pair],
         logprobs: list[np.ndarray | GuerdonError],
         verdict: Verdict,
         max_other_mass: float,
@@ -226,20 +232,16 @@ class Rubric:
         whole[:, places] = self.read(told, verdict)
         is_bad = (whole[OTHER] > max_other_mass) | ~np.isfinite(whole[VALUE])
         answers: list[np.ndarray | GuerdonError] = []
-        start = 0
-        for subject in subjects:
-            criteria = self.criteria_of(subject)
-            part = slice(start, start + len(criteria))
+        for subject, part in zip(subjects, self.parts(subjects), strict=True):
             answer: np.ndarray | GuerdonError = whole[:, part]
             if is_bad[part].any():
                 worst = int(np.nan_to_num(whole[OTHER, part]).argmax())
+                criterion, place = self.criteria_of(subject)[worst], part.start + worst
                 answer = next((one for one in logprobs[part] if isinstance(one, GuerdonError)), None) or NoVerdict(
-                    f"{criteria[worst].name or criteria[worst].text}: {whole[OTHER, start + worst]:.3g} of the "
-                    "probability is on tokens that are no labels, and at most "
-                    f"{max_other_mass:g} may be (max_other_mass); {explain(start + worst)}"
+                    f"{criterion.name or criterion.text}: {whole[OTHER, place]:.3g} of the probability is on tokens "
+                    f"that are no labels, and at most {max_other_mass:g} may be (max_other_mass); {explain(place)}"
                 )
             answers.append(answer)
-            start = part.stop
         return answers, whole[OTHER]
 
 

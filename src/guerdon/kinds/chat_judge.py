@@ -53,10 +53,8 @@ class ChatJudgeKind(Kind):
         """Returns the samples' scores, made of the numbers in the answers."""
         judge: Any = asked.served
         answers: list[np.ndarray | GuerdonError] = []
-        start = 0
-        for subject in asked.plan.subjects:
-            told = reply.results[start : start + len(judge.rubric.criteria_of(subject))]
-            start += len(told)
+        for part in judge.rubric.parts(asked.plan.subjects):
+            told = reply.results[part]
             values = [one.reward for one in told if isinstance(one, Score)]
             error = next((one for one in told if isinstance(one, GuerdonError)), None)
             answers.append(error or np.array([values, values, [0.0] * len(values), [0.0] * len(values)]))

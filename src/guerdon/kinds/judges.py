@@ -233,11 +233,9 @@ def make_reply(
     """Returns the samples' scores from the answers about each subject; counts comparisons."""
     name, rubric = served.info.name, served.rubric
     made = plan.judge(answers)
-    lengths, start = [0] * len(made.results), 0
-    for owner, subject in zip(plan.owners, plan.subjects, strict=True):
-        end = start + len(rubric.criteria_of(subject))
-        lengths[owner] += sum(reply.lengths[start:end])
-        start = end
+    lengths = [0] * len(made.results)
+    for owner, part in zip(plan.owners, rubric.parts(plan.subjects), strict=True):
+        lengths[owner] += sum(reply.lengths[part])
     if made.comparisons is not None:
         for criterion, disagreed in zip(rubric.criteria, made.comparisons.disagreed.T, strict=True):
             metrics.add("guerdon_judge_comparisons", len(disagreed), name, criterion.name or name)
