@@ -19,6 +19,7 @@ from guerdon.settings.config import RewardConfig, ServedModelConfig
 from guerdon.teacher_core import NEXT_TOKENS
 from guerdon.wire import schema
 from guerdon.wire.forms.tokens import TextTokenizer
+from guerdon.wire.schema import Info
 
 
 def file_time_ns() -> int:
@@ -183,11 +184,11 @@ class Catalog:
         what = f"{infos[0].name} has no tokenizer" if name else "no model here has a tokenizer"
         raise InvalidRequest(f"{what} that could be asked; served here: {', '.join(x.name for x in self.infos())}")
 
-    def models(self) -> list[ModelInfo | OperationInfo]:
+    def models(self) -> list[Info]:
         """Returns all that has a name: sums of rewards, models, and the critic's operations."""
         return [*self.infos(), *self.operations.values()]
 
-    def model(self, name: str, version: str = "") -> ModelInfo | OperationInfo:
+    def model(self, name: str, version: str = "") -> Info:
         """Returns the model or operation of that name; raises UnknownModel, which lists those that are served."""
         if version in ("", "1"):
             if name in self.sums:

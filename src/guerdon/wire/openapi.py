@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 
 from guerdon.core import ModelInfo
-from guerdon.critic_core import OperationInfo
 from guerdon.wire import kserve, signature
 from guerdon.wire.forms import (
     ALL_FORMS,
@@ -25,7 +24,7 @@ from guerdon.wire.forms import (
 )
 from guerdon.wire.forms.form import Form, Url
 from guerdon.wire.forms.gym import Answer
-from guerdon.wire.schema import inputs_of, outputs_of, table
+from guerdon.wire.schema import Info, inputs_of, outputs_of, table
 
 Schema = dict[str, Any]
 
@@ -112,9 +111,7 @@ def schema_of(*kinds: Any) -> Schema:
     return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
-def document(
-    models: Sequence[ModelInfo | OperationInfo], *, has_page: bool = True, version: str = "0"
-) -> dict[str, Any]:
+def document(models: Sequence[Info], *, has_page: bool = True, version: str = "0") -> dict[str, Any]:
     """Returns the document, OpenAPI 3.1, of a server of these models and operations, with its page or without."""
     scored = [info.name for info in models if isinstance(info, ModelInfo)]
     forms = {path: _form(form, scored) for path, form in ALL_FORMS.items()}
@@ -165,7 +162,7 @@ def _observing() -> dict[str, Any]:
     }
 
 
-def _kserve(models: Sequence[ModelInfo | OperationInfo]) -> dict[str, Any]:
+def _kserve(models: Sequence[Info]) -> dict[str, Any]:
     names = [info.name for info in models]
     inputs, outputs = (
         table(dict.fromkeys(field for info in models for field in found(info).values()))

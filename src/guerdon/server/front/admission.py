@@ -26,6 +26,7 @@ from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import LimitsConfig
 from guerdon.wire import schema
+from guerdon.wire.schema import Info
 from guerdon.wire.tensors import InferRequest
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ _TRIMMED_BYTES = 64 << 20
 _TRIMMED_AFTER_S = 1.0
 """So long after so many bytes are given back, free memory is returned: by then nothing refers to them any longer."""
 
-Decoder = Callable[[ModelInfo | OperationInfo], tuple[InferRequest | None, Any]]
+Decoder = Callable[[Info], tuple[InferRequest | None, Any]]
 """Returns the tensors and the model's request, each None if absent."""
 
 
@@ -54,7 +55,7 @@ class Exchange(Protocol[ReplyT]):
     num_bytes: int
     num_tables: int
 
-    async def read(self, visit: Visit) -> ModelInfo | OperationInfo:
+    async def read(self, visit: Visit) -> Info:
         """Reads the request within the visit's room, and finds the model that it asks for."""
         ...
 
@@ -62,7 +63,7 @@ class Exchange(Protocol[ReplyT]):
         """Returns the function that decodes the body, and releases the bytes."""
         ...
 
-    async def encode(self, answer: Any, info: ModelInfo | OperationInfo) -> ReplyT:
+    async def encode(self, answer: Any, info: Info) -> ReplyT:
         """Returns the reply."""
         ...
 
@@ -178,7 +179,7 @@ class Visit(Place):
         self._num_tables = 0
         self._keeps_bytes = False
 
-    async def admit(self, exchange: Exchange[Any]) -> tuple[ModelInfo | OperationInfo, Any]:
+    async def admit(self, exchange: Exchange[Any]) -> tuple[Info, Any]:
         """Reads and decodes the request; returns the model and its request, for `ask`.
 
         A critic's request is not decoded: the critic calls `read` in its turn.
@@ -201,7 +202,7 @@ class Visit(Place):
         self.tensors.inputs = {}  # it may wait for long: the request alone holds the arrays
         return request
 
-    def ask(self, info: ModelInfo | OperationInfo, request: Any) -> Coroutine[Any, Any, Any]:
+    def ask(self, info: Info, request: Any) -> Coroutine[Any, Any, Any]:
         """Returns the coroutine that answers the request."""
         if request is self:
             return self._service.call(info.name, request, self._client)
@@ -225,7 +226,7 @@ class Visit(Place):
         if self._model:
             self._service.check_room(self._model, self._client, num_bytes)
 
-    def find(self, name: str, version: str = "") -> ModelInfo | OperationInfo:
+    def find(self, name: str, version: str = "") -> Info:
         """Finds the model or operation of that name; raises UnknownModel, Forbidden if the role does not allow it."""
         self._asked_name = name
         self.count_as(name if name in self._names else UNKNOWN)

@@ -14,8 +14,6 @@ from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
-from guerdon.core import ModelInfo
-from guerdon.critic_core import OperationInfo
 from guerdon.errors import (
     GuerdonError,
     InvalidRequest,
@@ -36,6 +34,7 @@ from guerdon.settings.config import LimitsConfig, ServerConfig
 from guerdon.wire import kserve, kserve_grpc, signature
 from guerdon.wire.forms import triton_repository
 from guerdon.wire.kserve import ServedReply, ServedRequest
+from guerdon.wire.schema import Info
 from guerdon.wire.score_tensors import table_bytes
 from guerdon.wire.tensors import InferRequest
 
@@ -160,7 +159,7 @@ class _InferExchange:
         self._read_message = read_message
         self._limits = limits
 
-    async def read(self, visit: Visit) -> ModelInfo | OperationInfo:
+    async def read(self, visit: Visit) -> Info:
         """Takes its place with the message: `Receiving` bounds the calls that wait for theirs."""
         self._visit = visit
         visit.check_room()
@@ -183,16 +182,14 @@ class _InferExchange:
         message, self._message = self._message, None
         return functools.partial(self._decode, message)
 
-    def _decode(
-        self, message: pb.ModelInferRequest, info: ModelInfo | OperationInfo
-    ) -> tuple[InferRequest, ServedRequest]:
+    def _decode(self, message: pb.ModelInferRequest, info: Info) -> tuple[InferRequest, ServedRequest]:
         tensors = kserve_grpc.decode(message)
         asked = kserve.to_request(tensors, info)
         if self._remaining_s is not None:
             asked.timeout_s = min(asked.timeout_s or math.inf, max(self._remaining_s, 1e-3))
         return tensors, asked
 
-    async def encode(self, answer: ServedReply, info: ModelInfo | OperationInfo) -> pb.ModelInferResponse:
+    async def encode(self, answer: ServedReply, info: Info) -> pb.ModelInferResponse:
         """Returns the message; its bytes stay counted until `release`."""
         self.answer = answer
         tensors = self._visit.tensors

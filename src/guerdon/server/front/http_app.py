@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from guerdon.core import ModelInfo
-from guerdon.critic_core import OperationInfo
 from guerdon.errors import (
     Cancelled,
     Forbidden,
@@ -59,6 +57,7 @@ from guerdon.wire.forms import ALL_FORMS, ANSWERS, TOKEN_FORMS, openai, tei, tok
 from guerdon.wire.forms.form import Url
 from guerdon.wire.forms.gym import Answer
 from guerdon.wire.forms.tokens import TokenForm
+from guerdon.wire.schema import Info
 
 logger = logging.getLogger("guerdon.http")
 
@@ -457,7 +456,7 @@ class _Handlers:
     async def metrics(self, request: HttpRequest) -> Reply:
         return 200, [_TEXT], self._service.metrics.render()
 
-    def _model(self, request: HttpRequest) -> ModelInfo | OperationInfo:
+    def _model(self, request: HttpRequest) -> Info:
         return self._service.catalog.model(request.names["name"], request.names.get("version", ""))
 
     def _admins_model(self, request: HttpRequest) -> str:

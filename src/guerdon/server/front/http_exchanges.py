@@ -8,7 +8,6 @@ from collections.abc import Callable
 from itertools import chain
 
 from guerdon.core import ModelInfo, ScoreReply
-from guerdon.critic_core import OperationInfo
 from guerdon.server.front.admission import Admission, Decoder, Visit
 from guerdon.server.front.http_request import (
     JSON,
@@ -24,6 +23,7 @@ from guerdon.wire import bodies, kserve
 from guerdon.wire.bodies import InPieces
 from guerdon.wire.forms.form import Form
 from guerdon.wire.kserve import ServedReply
+from guerdon.wire.schema import Info
 from guerdon.wire.score_tensors import table_bytes
 
 _BINARY = (b"content-type", b"application/octet-stream")
@@ -44,7 +44,7 @@ class KServeExchange:
         self._request = request
         self._limits = limits
 
-    async def read(self, visit: Visit) -> ModelInfo | OperationInfo:
+    async def read(self, visit: Visit) -> Info:
         """Finds the model first: what cannot be answered is refused before its body is read."""
         request, self._visit = self._request, visit
         info = visit.find(request.names["name"], request.names.get("version", ""))
@@ -63,7 +63,7 @@ class KServeExchange:
         body, self._body = self._body, bytearray()
         return functools.partial(kserve.read, body, self._request.json_length)
 
-    async def encode(self, answer: ServedReply, info: ModelInfo | OperationInfo) -> Reply:
+    async def encode(self, answer: ServedReply, info: Info) -> Reply:
         """Returns JSON, and binary tensors if they were asked for."""
         tensors = self._visit.tensors
         assert tensors is not None
@@ -121,7 +121,7 @@ class FormExchange:
         """Returns a function that gives the samples, None if there are none."""
         return lambda _: (None, self._asked.request)
 
-    async def encode(self, answer: ScoreReply, info: ModelInfo | OperationInfo) -> Reply:
+    async def encode(self, answer: ScoreReply, info: Info) -> Reply:
         """Returns the form's answer as JSON."""
         assert isinstance(info, ModelInfo)
         num_bytes = max(self._size, table_bytes(answer, info), len(answer.results) * _ROW_BYTES)

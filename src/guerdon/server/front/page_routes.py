@@ -18,7 +18,6 @@ from typing import Any
 import orjson
 
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
-from guerdon.critic_core import OperationInfo
 from guerdon.errors import Overloaded, RouteNotFound, Unsupported, install_command
 from guerdon.server.auth import Caller
 from guerdon.server.batching.sharing import FairTurns
@@ -32,6 +31,7 @@ from guerdon.settings.access import Role, is_loopback
 from guerdon.settings.config import LimitsConfig, ServerConfig
 from guerdon.wire import bodies
 from guerdon.wire.forms.page_bodies import Extreme, Extremes
+from guerdon.wire.schema import Info
 
 log = logging.getLogger(__name__)
 
@@ -234,11 +234,11 @@ class _TrialExchange:
     def take_decoder(self) -> Decoder:
         return self._decode
 
-    def _decode(self, info: ModelInfo | OperationInfo) -> tuple[None, ScoreRequest]:
+    def _decode(self, info: Info) -> tuple[None, ScoreRequest]:
         assert isinstance(info, ModelInfo)
         return None, self._trial.ask(info)
 
-    async def encode(self, answer: ScoreReply, info: ModelInfo | OperationInfo) -> Reply:
+    async def encode(self, answer: ScoreReply, info: Info) -> Reply:
         assert isinstance(info, ModelInfo)
         trial, tokenizer = self._trial, self._service.catalog.tokenizer(info.name)
         self._request.cancel_on_disconnect()  # it may wait for its turn
