@@ -18,7 +18,7 @@ from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest
 from guerdon.critic_core import CheckpointInfo, Operation, OperationInfo, TrainReport, TrainRequest
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.server import reading
-from guerdon.wire import bodies, kserve, kserve_grpc, tensors
+from guerdon.wire import bodies, kserve, kserve_answers, kserve_grpc, tensors
 from guerdon.wire.forms import ALL_FORMS, FORMS, triton_repository
 from guerdon.wire.kserve import ServedReply, ServedRequest
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor
@@ -45,7 +45,7 @@ _CHECKPOINT = CheckpointInfo("step-1", 1, 1, "1", {})
 
 def whole(reply: InferReply, request: InferRequest) -> tuple[bytes, int | None]:
     """The body of an answer, and its JSON's length if binary tensors follow it."""
-    made = kserve.encode_reply(reply, request)
+    made = kserve_answers.encode(reply, request)
     return b"".join(made.pieces), made.json_length
 
 

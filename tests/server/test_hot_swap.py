@@ -22,7 +22,7 @@ from guerdon.distributed import computing
 from guerdon.engine.checkpoint import placement
 from guerdon.errors import Forbidden, InvalidRequest, Overloaded, ServerFault, Unavailable, UnknownModel, Unsupported
 from guerdon.kinds.kind import Tokenizer
-from guerdon.server import runtime
+from guerdon.server import runtime, status
 from guerdon.server.service import Service
 from guerdon.settings.config import CriticConfig, ServerConfig
 from server.arithmetic_critic import ArithmeticService
@@ -245,7 +245,7 @@ async def test_a_checkpoint_that_cannot_replace_the_model_changes_nothing(
             with pytest.raises(InvalidRequest, match=says) as told:
                 await service.repository.load("reward_model", make(root))
             assert "serves on as before" in str(told.value) or "folder" in str(told.value), what
-            assert version(service) == old and service.is_ready("reward_model")
+            assert version(service) == old and status.is_ready(service, "reward_model")
             assert rewards(await score(service)) == pytest.approx(wanted["old"], abs=1e-5), what
         assert not service.loops.of["reward_model"]._group._beside  # type: ignore[attr-defined]
         with pytest.raises(UnknownModel):
@@ -435,7 +435,7 @@ async def test_an_unloaded_model_refuses_requests_and_can_be_loaded_again(
             waiting = asyncio.create_task(score(service))
             await until(lambda: service.loops.depth()["reward_model"][0] == len(ROWS))
             unloading = asyncio.create_task(service.repository.unload("reward_model"))
-            await until(lambda: not service.is_ready("reward_model"))
+            await until(lambda: not status.is_ready(service, "reward_model"))
             with pytest.raises(Unavailable, match="reward_model is unloaded; an admin may load it"):
                 await score(service)
         await unloading
@@ -443,9 +443,9 @@ async def test_an_unloaded_model_refuses_requests_and_can_be_loaded_again(
         assert trunk() is None
         with pytest.raises(Unavailable, match="unloaded"):
             service.check_room("reward_model")
-        index = {each["name"]: (each["state"], each["reason"]) for each in service.repository_index(only_ready=False)}
+        index = {each["name"]: (each["state"], each["reason"]) for each in status.repository_index(service, False)}
         assert index == {"reward_model": ("UNAVAILABLE", "unloaded"), "length": ("READY", "")}
-        assert service.is_ready() and [info.name for info in service.catalog.loaded()] == ["length"]
+        assert status.is_ready(service) and [info.name for info in service.catalog.loaded()] == ["length"]
         assert {info.name for info in service.catalog.models()} == {"reward_model", "length"}
         assert b'guerdon_model_info{device="cpu",dtype="float32",kind="seqcls",model="reward_model"' not in (
             service.metrics.render()
@@ -455,7 +455,7 @@ async def test_an_unloaded_model_refuses_requests_and_can_be_loaded_again(
         with pytest.raises(InvalidRequest, match="stays unloaded"):
             await service.repository.load("reward_model", "bare")
         loaded = await service.repository.load("reward_model", None)
-        assert service.is_ready("reward_model") and loaded == version(service)
+        assert status.is_ready(service, "reward_model") and loaded == version(service)
         assert rewards(await score(service)) == pytest.approx(wanted["old"], abs=1e-5)
 
 

@@ -22,6 +22,7 @@ from guerdon.distributed.commands import Worker
 from guerdon.distributed.group import Group
 from guerdon.distributed.ranks import ALONE
 from guerdon.errors import RanksLost, StorageFailed
+from guerdon.server import status
 from guerdon.server.critic.controller import Critic
 from guerdon.server.runtime import RunningServer, serve
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
@@ -64,7 +65,7 @@ async def lost_amid_a_train(tmp_path: Path) -> None:
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(outcome, RanksLost) and str(outcome) == LOST
     assert 1.0 < time.monotonic() - started < 20.0  # what runs may come to its own end meanwhile
-    assert not service.is_ready() and service.ending.is_set()
+    assert not status.is_ready(service) and service.ending.is_set()
     for call in (service.call("critic_train", B), service.call("critic_state", ControlRequest(Operation.STATE))):
         with pytest.raises(Exception, match="stopping; try again later"):  # no other server has this critic
             await call

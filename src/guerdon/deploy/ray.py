@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from guerdon.assembly import build_service
 from guerdon.core import ModelInfo
 from guerdon.errors import ConfigError, StartError, Unavailable, Unsupported, install_command
-from guerdon.server import runtime
+from guerdon.server import runtime, status
 from guerdon.server.front import http_app
 from guerdon.server.model_repository import Repository
 from guerdon.settings.access import KEYS_VARIABLE, has_keys, is_loopback
@@ -128,7 +128,7 @@ class Replica(serve.ingress(_DeferredApp())(_IngressBase)):  # type: ignore[misc
 
     def check_health(self) -> None:
         """Raises Unavailable if the service is not ready; Ray then replaces the replica."""
-        if not self._service.is_ready():
+        if not status.is_ready(self._service):
             raise Unavailable("the service is not ready: its loop has ended; the log says why")
 
     async def __del__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Callable, Generator, Iterable, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from guerdon.core import Message, ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, Truncation
-from guerdon.errors import InvalidRequest
+from guerdon.errors import GuerdonError, InvalidRequest, Unavailable
 from guerdon.settings.config import ServerConfig
 
 T = TypeVar("T")
@@ -148,6 +149,19 @@ class Asks:
     def accepted(self) -> list[Sequence]:
         """Returns the sequences with which nothing is wrong."""
         return [s for s, error in zip(self.sequences, self.errors, strict=True) if error is None]
+
+    def reply(self, computed: Iterable[Any], version: str, queue_s: float, compute_s: float) -> ScoreReply:
+        """Returns a reply of the accepted sequences' results, with the errors of the others between them."""
+        left = iter(computed)
+        results: list[Score | GuerdonError] = []
+        for error in self.errors:
+            result = next(left) if error is None else error
+            assert result is not None
+            if isinstance(result, Unavailable):
+                raise copy.copy(result)  # other requests raise it, too
+            results.append(result)
+        tokens = [s.tokens for s in self.sequences]
+        return ScoreReply(results, [*map(len, tokens)], version, queue_s, compute_s, tokens)
 
 
 @dataclass(frozen=True, slots=True)

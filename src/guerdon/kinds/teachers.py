@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, Truncation, common_prefix
+from guerdon.core import ModelInfo, Score, ScoreReply, ScoreRequest, Sequence, Truncation
 from guerdon.errors import InvalidRequest
 from guerdon.kinds.kind import Asks, Kind, Numbers, Rows, SampleReader, Served, Subcommand, Tokenizer
 from guerdon.kinds.other_tokenizer import read_as_student, spread
-from guerdon.kinds.samples import find_fault, or_nothing
+from guerdon.kinds.samples import find_fault
+from guerdon.kinds.teacher_prompts import is_apart, own_prompts, read_joined, read_under_own_prompts
 from guerdon.settings.config import TeacherConfig
 from guerdon.settings.sources import read_server_settings
-from guerdon.teacher_core import MAX_ANSWER_BYTES, LogprobQuery, NextTokenRequest, OwnPrompt
+from guerdon.teacher_core import MAX_ANSWER_BYTES, LogprobQuery, NextTokenRequest
 from guerdon.wire.signature import why_no_text
 
 LOGPROB = "log-prob per token"
@@ -27,8 +28,6 @@ ENTROPY = "entropy per token"
 
 _NUM_TRIED = 5
 """So many of the likeliest ids are shown on the page."""
-
-_SHOWN_IDS = 8
 
 
 class TeacherKind(Kind):
@@ -57,13 +56,13 @@ class TeacherKind(Kind):
             return await read_next_tokens(reading, served, served.encoder, request)
         if request.tokens is not None and (student := self.tokenizer(served)) is not served.encoder:
             prompts = [query.prompt for query in request.asks or ()]
-            own = await _own_prompts(reading, served, prompts)
+            own = await own_prompts(reading, served, prompts)
             asked = await read_as_student(reading, served, student, own, request, cut)
         elif request.asks is not None and any(query.prompt is not None for query in request.asks):
-            rows, request = await _read_under_own_prompts(reading, served, request)
+            rows, request = await read_under_own_prompts(reading, served, request)
             asked = await reading.make_sequences(rows, request, cut, served)
-        elif request.tokens is None and _is_apart(request):
-            rows, lengths = await _read_joined(reading, served, request)
+        elif request.tokens is None and is_apart(request):
+            rows, lengths = await read_joined(reading, served, request)
             request = dataclasses.replace(request, prompt_lengths=lengths)
             asked = await reading.make_sequences(rows, request, cut, served)
         else:
@@ -160,105 +159,3 @@ def size_answers(asked: Asks) -> None:
             f"the answer would have {num_bytes / (1 << 20):,.0f} MiB, and may have at most "
             f"{MAX_ANSWER_BYTES >> 20:,} MiB: ask about fewer samples, tokens or ids at once"
         )
-
-
-# --- prompts before responses --------------------------------------------------------------------------------------
-
-
-async def _read_joined(reading: SampleReader, served: Served, request: ScoreRequest) -> tuple[Rows, np.ndarray]:
-    """Tokenises each prompt and its response together; returns the rows, and the prompts' lengths in tokens.
-
-    A response whose prompt has other tokens without it gets an error. If a conversation does not end with a
-    response, its prompt is empty.
-    """
-    prompts, joined = await reading.join(served, request)
-    asked = dataclasses.replace(request, messages=None)
-    distinct = list(dict.fromkeys(map(or_nothing, prompts)))
-    together = dataclasses.replace(asked, texts=[*map(or_nothing, joined)])
-    rows = list(await reading.read_text(served, together, None))
-    alone = await reading.read_text(served, dataclasses.replace(asked, texts=distinct), None)
-    ids = dict(zip(distinct, alone, strict=True))
-    lengths = np.zeros(len(rows), np.int64)
-    for i, (row, text, prompt) in enumerate(zip(rows, joined, prompts, strict=True)):
-        before = ids[or_nothing(prompt)]
-        fault = next((x for x in (prompt, text, before, row) if isinstance(x, InvalidRequest)), None)
-        if isinstance(row, np.ndarray) and isinstance(before, np.ndarray):
-            lengths[i] = len(before)
-            fault = fault or _changed_seam(before, row)
-        rows[i] = fault or row
-    return rows, lengths
-
-
-async def _read_under_own_prompts(
-    reading: SampleReader, served: Served, request: ScoreRequest
-) -> tuple[Rows, ScoreRequest]:
-    """Puts the teacher's own prompts before the responses; returns the rows, and the request that they belong to.
-
-    Equal prompts are rendered and tokenised once. A sample without one stays as it is.
-    """
-    if request.tokens is None or request.asks is None:
-        raise InvalidRequest(
-            "teacher_prompts go with token ids; of texts and messages, send the teacher's prompt as the prompt"
-        )
-    texts = await _own_prompts(reading, served, [query.prompt for query in request.asks])
-    distinct = list({text: None for text in texts.values() if isinstance(text, str)})
-    ids: dict[Any, Any] = {}
-    if distinct:
-        sent = dataclasses.replace(request, tokens=None, texts=distinct, prompt_lengths=None)
-        ids = dict(zip(distinct, await reading.read_text(served, sent, None), strict=True))
-    lengths = np.zeros(len(request), np.int64) if request.prompt_lengths is None else request.prompt_lengths.copy()
-    rows: list[np.ndarray | InvalidRequest] = [*request.tokens]
-    asks = list(request.asks)
-    for i, (query, row) in enumerate(zip(request.asks, request.tokens, strict=True)):
-        if query.prompt is None:
-            continue
-        before = ids[text] if isinstance(text := texts[i], str) else text
-        length, asks[i] = int(lengths[i]), dataclasses.replace(query, start=None, prompt=None)
-        if isinstance(before, InvalidRequest):
-            rows[i] = before
-        elif not 0 <= length <= len(row):
-            rows[i] = InvalidRequest(f"prompt length {length} lies outside the sample's {len(row)} tokens")
-        elif not len(before):
-            rows[i] = InvalidRequest(
-                "the teacher's own prompt has no tokens, and nothing predicts the response's first"
-            )
-        else:
-            rows[i], lengths[i] = np.concatenate([before, row[length:]]), len(before)
-    return rows, dataclasses.replace(request, prompt_lengths=lengths, asks=asks)
-
-
-async def _own_prompts(
-    reading: SampleReader, served: Served, prompts: ListLike[OwnPrompt | None]
-) -> dict[int, str | np.ndarray | InvalidRequest]:
-    """Returns the samples' own prompts by their places: ids as they are, else texts; equal chats are rendered once."""
-    found: dict[int, Any] = {i: prompt for i, prompt in enumerate(prompts) if prompt is not None}
-    encoder = served.encoder
-    if not all(isinstance(prompt, np.ndarray) for prompt in found.values()) and not isinstance(encoder, Tokenizer):
-        raise InvalidRequest(why_no_text(served.info))
-    chats = {repr(prompt): prompt for prompt in found.values() if isinstance(prompt, list)}
-    if chats:
-        assert isinstance(encoder, Tokenizer)
-        rendered = dict(zip(chats, await reading.run_in_parts([*chats.values()], encoder.render_prompts), strict=True))
-        found |= {i: rendered[repr(prompt)] for i, prompt in found.items() if isinstance(prompt, list)}
-    return found
-
-
-def _changed_seam(prompt: np.ndarray, joined: np.ndarray) -> InvalidRequest | None:
-    """Returns an error if the prompt's tokens change with the response appended: the boundary would be ambiguous."""
-    same = common_prefix(prompt, joined)
-    if same == len(prompt):
-        return None
-    shown = slice(same, same + _SHOWN_IDS)
-    return InvalidRequest(
-        f"the tokens change where the prompt ends: from token {same} on the prompt alone has {prompt[shown].tolist()}, "
-        f"and with the response {joined[shown].tolist()}; send token ids, or split the text elsewhere"
-    )
-
-
-def _is_apart(request: ScoreRequest) -> bool:
-    """Whether responses that are text are asked about, whose first token is not known yet."""
-    if request.prompt_lengths is not None:
-        return False
-    if request.texts is not None:
-        return request.prompts is not None or request.messages is not None
-    return request.messages is not None and any(query.start is None for query in request.asks or ())

@@ -10,8 +10,6 @@ import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from importlib import metadata
-from typing import Literal
 
 from guerdon.core import Executor, ModelInfo, ScoreReply, ScoreRequest, Sequence
 from guerdon.critic_core import ControlRequest, TrainRequest
@@ -21,7 +19,7 @@ from guerdon.kinds.kind import Asks, Served
 from guerdon.server import reading, tracing, triton
 from guerdon.server.auth import Access
 from guerdon.server.batching.jobs import Job, Limits
-from guerdon.server.batching.loops import Loops
+from guerdon.server.batching.loops import Loops, deliver
 from guerdon.server.batching.scheduler import Scheduler
 from guerdon.server.catalog import Catalog, batch_limits
 from guerdon.server.cohorts import Cohorts
@@ -31,15 +29,9 @@ from guerdon.server.model_repository import Repository
 from guerdon.server.page.recorder import PageRecorder
 from guerdon.settings.config import ServedModelConfig, ServerConfig
 from guerdon.vocabulary import Decodes
-from guerdon.wire.forms.triton_repository import IndexEntry
-from guerdon.wire.signature import MODEL_VERSION, ServerMetadata, Statistics
 
 _BYTES_A_TOKEN = 8
 """Size of an id in binary form; text and JSON take about as much per token."""
-
-
-Hold = Callable[[list[Sequence], ModelInfo], None]
-"""Makes room for the answer about the sequences; raises Overloaded if there is none."""
 
 
 class Service:
@@ -94,7 +86,7 @@ class Service:
             group,
             [(model, served.info) for model, served in models],
             {served.info.name: queues[id(served)] for _, served in models},
-            self._deliver,
+            lambda jobs: deliver(jobs, self._asyncio),
             self.metrics,
             on_crash=self._end_after_crash,
             traces=self.traces,
@@ -112,7 +104,7 @@ class Service:
         request: ScoreRequest,
         client: str = "",
         *,
-        hold: Hold = lambda sequences, info: None,
+        hold: Callable[[list[Sequence], ModelInfo], None] = lambda sequences, info: None,
         started: float | None = None,
     ) -> ScoreReply:
         """Returns one result per sample, in order, or its error; cancelling the call drops what has not started.
@@ -159,20 +151,6 @@ class Service:
         await self._note(entry.info, request, reply, client)
         return reply
 
-    def _deliver(self, jobs: list[Job]) -> None:
-        """Wakes all waiters for the jobs at once; thread-safe."""
-
-        def resolve() -> None:
-            for job in jobs:
-                assert isinstance(job.owner, asyncio.Future)
-                if not job.owner.done():
-                    job.owner.set_result(None)
-
-        if jobs:
-            assert self._asyncio is not None, "start() comes first"
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-                self._asyncio.call_soon_threadsafe(resolve)
-
     async def _computed(self, job: Job, name: str) -> None:
         """Waits for a job that is queued; drops it if cancelled."""
         assert isinstance(job.owner, asyncio.Future) and self._asyncio is not None
@@ -191,8 +169,9 @@ class Service:
         kind = all_kinds.of(info)
 
         def work() -> ScoreReply:
-            whole = job.reply(info.weights_version, asked.sequences, asked.errors)
-            return kind.finish(asked, whole, self.metrics)
+            queue_s = max(0.0, job.taken - job.arrived) if job.sequences else 0.0
+            version = job.weights_version or info.weights_version
+            return kind.finish(asked, asked.reply(job.results, version, queue_s, job.compute_s), self.metrics)
 
         reply = await self.reader.run_if(len(asked.sequences) > reading.MANY_ROWS, client, work)
         decoder = kind.tokenizer(asked.served)
@@ -266,38 +245,6 @@ class Service:
         if not self.ready:
             raise Unavailable("the server is not ready: it is starting or stopping")
 
-    def is_ready(self, name: str | None = None) -> bool:
-        """Whether the model or operation of that name can be asked; None for all that are loaded."""
-        critic = self.critic
-        broken: tuple[str | None, ...] = ()
-        if critic is not None and critic.fault is not None:
-            broken = (None, critic.scorer_name, *self.catalog.operations)
-        return self.ready and name not in broken and (name is None or self.catalog.is_loaded(name))
-
-    def why_not_ready(self) -> str:
-        """Returns why the server as a whole is not ready, "" if it is."""
-        error = self.loss or (None if self.critic is None else self.critic.fault)
-        if error is not None:
-            return str(error)
-        return "" if self.ready else "it is starting or stopping"
-
-    def repository_index(self, *, only_ready: bool) -> list[IndexEntry]:
-        """Returns every model with its version and state."""
-        index: list[IndexEntry] = []
-        for info in self.catalog.models():
-            can_be_asked = self.is_ready(info.name)
-            if can_be_asked or not only_ready:
-                state: Literal["READY", "UNAVAILABLE"] = "READY" if can_be_asked else "UNAVAILABLE"
-                entry = self.catalog.entries.get(info.name)
-                reason = "" if self.catalog.is_loaded(info.name) else "asleep" if entry and entry.sleep else "unloaded"
-                index.append({"name": info.name, "version": MODEL_VERSION, "state": state, "reason": reason})
-        return index
-
-    def statistics(self, name: str, version: str) -> Statistics:
-        """Returns Triton's statistics of the named model, or of all if the name is empty; raises UnknownModel."""
-        infos = [self.catalog.model(name, version)] if name else self.catalog.models()
-        return {"model_stats": self.triton.statistics([info.name for info in infos])}
-
     @property
     def is_computing(self) -> bool:
         """Whether a thread that computes is alive; it may be inside a command."""
@@ -340,14 +287,3 @@ class Service:
         self.ready, self.loss = False, self.loss or self.loops.loss
         if not isinstance(self.loss, RanksLost):  # else `end_after_loss` answers the clients first
             self.end()
-
-
-@functools.cache
-def describe_server() -> ServerMetadata:
-    """Returns KServe v2's server metadata."""
-    try:
-        version = metadata.version("guerdon")
-    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        version = "0"
-    extensions = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
-    return {"name": "guerdon", "version": version, "extensions": extensions}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -12,7 +11,6 @@ from guerdon.core import ScoreReply, ScoreRequest
 from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, OperationInfo, TrainReport, TrainRequest
 from guerdon.errors import GuerdonError, InvalidRequest, Unsupported
 from guerdon.wire import bodies, critic_tensors, score_tensors, tensors
-from guerdon.wire.bodies import InPieces
 from guerdon.wire.schema import PARAMETERS, Info
 from guerdon.wire.tensors import DTYPES, MAX_DIMENSION, MAX_RANK, InferReply, InferRequest, Tensor
 
@@ -122,7 +120,7 @@ def decode(body: bodies.Octets, header_length: int | None) -> InferRequest:
 def encode_request(request: InferRequest) -> tuple[bytes, int]:
     """Returns the body of a request with every input in binary form, and its JSON's length."""
     blobs: list[bytes | memoryview] = []
-    inputs = [_write_binary(tensor, blobs) for tensor in request.inputs.values()]
+    inputs = [write_binary(tensor, blobs) for tensor in request.inputs.values()]
     outputs, parameters = None, request.parameters
     if request.outputs is None:
         parameters = {**parameters, "binary_data_output": request.binary_default}
@@ -130,31 +128,6 @@ def encode_request(request: InferRequest) -> tuple[bytes, int]:
         outputs = [OutputBody(name, {"binary_data": form}) for name, form in request.outputs.items()]
     head = bodies.write(RequestBody(inputs, outputs, parameters or None, request.id))
     return b"".join((head, *blobs)), len(head)
-
-
-def encode_reply(reply: InferReply, request: InferRequest) -> InPieces:
-    """Returns the body that answers `request`, which is made while it is sent.
-
-    Non-finite values are null in JSON. Raises InvalidRequest if an output has too many values for JSON.
-    """
-    requested, default = request.outputs, request.binary_default
-    outputs: list[TensorBody] = []
-    blobs: list[bytes | memoryview] = []
-    for tensor in reply.outputs:
-        if default if requested is None else requested.get(tensor.name, default):
-            outputs.append(_write_binary(tensor, blobs))
-        else:
-            outputs.append(TensorBody(tensor.name, tensor.datatype, list(tensor.shape), data=tensors.to_json(tensor)))
-    head = ReplyBody(outputs, reply.model_name, reply.model_version, reply.parameters or None, reply.id)
-    pieces = bodies.write_in_pieces(head)
-    if not blobs:
-        return InPieces(pieces)
-    first = next(pieces)
-    json_length = len(first) + sum(map(len, pieces))
-    # A long head is made twice, so that it is never there as a whole.
-    start = [first] if json_length == len(first) else bodies.write_in_pieces(head)
-    binary = (blob[some] for blob in blobs for some in bodies.slices(len(blob)))
-    return InPieces(chain(start, binary), json_length + sum(map(len, blobs)), json_length)
 
 
 def decode_reply(body: bytes, header_length: int | None) -> InferReply:
@@ -205,7 +178,7 @@ def _read_tensors(entries: list[TensorBody], binary: memoryview) -> dict[str, Te
     return found
 
 
-def _write_binary(tensor: Tensor, blobs: list[bytes | memoryview]) -> TensorBody:
+def write_binary(tensor: Tensor, blobs: list[bytes | memoryview]) -> TensorBody:
     """Returns the tensor's entry in binary form; appends its bytes to `blobs`."""
     blobs.append(tensors.to_raw(tensor))
     return TensorBody(tensor.name, tensor.datatype, list(tensor.shape), TensorParameters(len(blobs[-1])))

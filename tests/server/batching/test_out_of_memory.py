@@ -19,6 +19,7 @@ import pytest
 import zoo
 from guerdon.core import Command, Score, Scored, ScoreRequest, Sequence, Signal
 from guerdon.errors import Offloaded, ServerFault, TrainFailed, Unavailable, is_out_of_memory
+from guerdon.server import status
 from guerdon.server.batching.halving import Budget, check_device
 from guerdon.server.batching.jobs import Job, Limits
 from guerdon.server.batching.loop import Loop
@@ -270,7 +271,7 @@ async def check_that_it_ends(service: Service) -> None:
         await service.ending.wait()
     with pytest.raises(ServerFault, match=WHY):
         service.check_ready()
-    assert not service.is_ready() and WHY in service.why_not_ready()
+    assert not status.is_ready(service) and WHY in status.why_not_ready(service)
     assert isinstance(service.loss, ServerFault) and service.loss.__cause__ is None  # and so no frames of a forward
     await asyncio.to_thread(service.stop, 5.0)
 
@@ -317,7 +318,7 @@ async def test_a_bad_sample_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(service.scorer, "score", score)
     service.start()
     reply = await service.score("reward_model", ScoreRequest(tokens=ROWS))
-    assert all(isinstance(r, ServerFault) for r in reply.results) and service.is_ready()
+    assert all(isinstance(r, ServerFault) for r in reply.results) and status.is_ready(service)
     await asyncio.to_thread(service.stop, 5.0)
 
 
@@ -363,7 +364,7 @@ async def test_what_is_asked_afterwards_is_told_why(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ServerFault, match="cannot compute any more") as raised:
         service.check_ready()
     assert raised.value is not service.loss and not raised.value.retryable
-    assert not service.is_ready() and "cannot compute any more" in service.why_not_ready()
+    assert not status.is_ready(service) and "cannot compute any more" in status.why_not_ready(service)
     await asyncio.to_thread(service.stop, 5.0)
 
 

@@ -26,6 +26,7 @@ from guerdon.errors import (
     TrainFailed,
     Unavailable,
 )
+from guerdon.server import status
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from guerdon.wire import kserve
@@ -342,7 +343,7 @@ async def test_a_trainer_that_reports_broken_weights_is_a_fault(tmp_path: Path) 
         service.trainer.train = breaks  # type: ignore[method-assign]
         with pytest.raises(TrainFailed):
             await train(service, request("a", 1))
-        assert not service.is_ready("critic_infer")
+        assert not status.is_ready(service, "critic_infer")
         with pytest.raises(ServerFault, match="left the weights spoilt"):
             await values(service, 1)
 

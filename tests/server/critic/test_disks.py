@@ -16,6 +16,7 @@ import pytest
 from disks import fill, remount, small_disk
 from guerdon.critic_core import Operation, TrainReport
 from guerdon.errors import Offloaded, StartError, StorageFailed, TrainFailed
+from guerdon.server import status
 from processes import by_itself, end_of_child
 from server.arithmetic_critic import FAIL_TOKEN, after, request
 from server.driving import SAVE, Driver
@@ -279,7 +280,7 @@ def test_a_failure_is_reported_only_after_its_record_is_gone(
             patch.setattr(critic.trainer, "train", fail)
             with pytest.raises(StorageFailed, match="cannot record how a train request ended"):
                 critic.train(B)
-            assert critic.service.is_ready() is (how != "broke down")
+            assert status.is_ready(critic.service) is (how != "broke down")
     with Driver(tmp_path) as critic:
         assert critic.trainer.weight == after([A, B])
 

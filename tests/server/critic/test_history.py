@@ -12,6 +12,7 @@ import pytest
 from guerdon.core import ModelInfo
 from guerdon.critic_core import Operation, TrainReport, TrainRequest
 from guerdon.errors import CheckpointError, InvalidRequest, ServerFault, StartError, StorageFailed, TrainFailed
+from guerdon.server import status
 from guerdon.settings.config import FREEZING, LearningConfig
 from server.arithmetic_critic import FAIL_TOKEN, ArithmeticTrainer, after, request
 from server.driving import SAVE, Driver, run
@@ -329,13 +330,13 @@ def test_a_replay_that_spoils_the_weights_is_not_ready(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(ArithmeticTrainer, "train", train_and_spoil)
         with Driver(tmp_path, global_batch_size=1) as critic:
-            assert not critic.service.is_ready()
-            assert "inside the optimiser" in critic.service.why_not_ready()
+            assert not status.is_ready(critic.service)
+            assert "inside the optimiser" in status.why_not_ready(critic.service)
             assert 'guerdon_critic_fault{critic="critic"} 1.0' in critic.service.metrics.render().decode()
             with pytest.raises(ServerFault, match="inside the optimiser"):
                 critic.train(B)
     with Driver(tmp_path, global_batch_size=1) as critic:
-        assert critic.service.is_ready() and critic.trainer.weight == after([A, request("", 2)], 1)
+        assert status.is_ready(critic.service) and critic.trainer.weight == after([A, request("", 2)], 1)
 
 
 def test_an_unanswered_record_that_breaks_the_trainer_is_removed(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from guerdon.core import Score, ScoreReply, Sequence
-from guerdon.errors import GuerdonError, InvalidRequest, Unavailable
+from guerdon.core import Score, Sequence
+from guerdon.errors import GuerdonError
 from guerdon.server.tracing import Part
 
 
@@ -55,20 +54,6 @@ class Job:
         self.queued = [True] * count
         self.lengths = [s.num_tokens for s in self.sequences]
         self.num_tokens = sum(self.lengths)
-
-    def reply(self, version: str, sequences: list[Sequence], errors: list[InvalidRequest | None]) -> ScoreReply:
-        """Returns the results between the `errors`; `version` is the weights' if nothing was computed."""
-        computed = iter(self.results)
-        results: list[Score | GuerdonError] = []
-        for error in errors:
-            result = next(computed) if error is None else error
-            assert result is not None
-            if isinstance(result, Unavailable):
-                raise copy.copy(result)  # other requests raise it, too
-            results.append(result)
-        queue_s = max(0.0, self.taken - self.arrived) if self.sequences else 0.0
-        lengths, tokens = [len(s.tokens) for s in sequences], [s.tokens for s in sequences]
-        return ScoreReply(results, lengths, self.weights_version or version, queue_s, self.compute_s, tokens)
 
 
 @dataclass(slots=True, eq=False)

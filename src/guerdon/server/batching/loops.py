@@ -138,6 +138,21 @@ class Loops:
             loop.fail(loss, max(0.0, ends - time.monotonic()))
 
 
+def deliver(jobs: list[Job], loop: asyncio.AbstractEventLoop | None) -> None:
+    """Wakes all waiters for the jobs on `loop` at once; thread-safe."""
+
+    def resolve() -> None:
+        for job in jobs:
+            assert isinstance(job.owner, asyncio.Future)
+            if not job.owner.done():
+                job.owner.set_result(None)
+
+    if jobs:
+        assert loop is not None, "start() comes first"
+        with contextlib.suppress(RuntimeError):  # it is closed, and nobody waits any more
+            loop.call_soon_threadsafe(resolve)
+
+
 def by_device(models: Loaded) -> Mapping[str, Loaded]:
     """Returns the models by their device; `cuda` is `cuda:0`, and `cpu` is `cpu:0`.
 

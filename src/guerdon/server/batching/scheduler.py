@@ -20,6 +20,7 @@ from guerdon.core import WHOLE_GROUP
 from guerdon.server.batching.fair_queue import FairQueue
 from guerdon.server.batching.jobs import Batch, Job, Limits
 from guerdon.server.batching.orders import HeldBack, Order
+from guerdon.server.batching.padded import fill_padded
 from guerdon.server.batching.prefixes import PrefixGroups, shared_tokens
 from guerdon.server.batching.room import Pace, Room
 
@@ -147,7 +148,7 @@ class Scheduler:
         if start is None or (start > now and not hurry):
             return None
         if self.limits.batch_sizes:
-            self._fill_padded(self._batch, now)
+            fill_padded(self._batch, self._queue, self.num_sequences, self.limits, now, self._take)
         else:
             self._fill(self._batch, now)
         batch, self._batch = self._batch, Batch()
@@ -183,23 +184,6 @@ class Scheduler:
                 if owner.client == job.client and self._queue.serve(job, cost, (budget + 1) // 2):
                     has_time = not self.room.pace.is_late(2 * self._tokens_until_done(job, batch), job.deadline - now)
                     self._queue.pass_on(job, has_time=has_time)
-
-    def _fill_padded(self, batch: Batch, now: float) -> None:
-        """Takes whole jobs up to the largest preferred number of sequences, as NeMo-Aligner's padded functions do.
-
-        If the first has waited its whole delay, all that waits joins, up to a budget's tokens, as in Triton's batcher.
-        """
-        limits, num_sequences = self.limits, len(batch.entries) + self.num_sequences
-        wanted = max((n for n in limits.batch_sizes if n <= num_sequences), default=num_sequences)
-        first = min((job.arrived for job in self._queue), default=now)
-        is_late = 0 < limits.max_delay_s <= now - first
-        while (job := self._queue.head()) is not None:
-            own = [(i, job.lengths[i]) for i in job.waiting if job.queued[i]]
-            num_tokens = batch.num_tokens + sum(cost for _, cost in own)
-            if len(batch.entries) >= wanted and not (is_late and num_tokens <= limits.max_batch_tokens):
-                return
-            for i, cost in own:
-                self._take(batch, job, i, cost)
 
     def _put(self, job: Job) -> None:
         """Queues a job that `room` counts already."""

@@ -21,14 +21,14 @@ from guerdon.errors import (
     StartError,
     UnknownModel,
 )
-from guerdon.server import tracing
+from guerdon.server import status, tracing
 from guerdon.server.auth import ANYBODY, PYTRITONS_METADATA, Caller, read_pems, tls_context
 from guerdon.server.front.admission import Admission, Decoder, Visit
 from guerdon.server.front.grpc_messages import Receiving, end_unread, write_or_end
 from guerdon.server.front.http_request import LEAST_BYTES_PER_S, Headers, answer_headers, error_headers
 from guerdon.server.front.request_spans import message_span, with_span
 from guerdon.server.logs import failure, without_frames
-from guerdon.server.service import Service, describe_server
+from guerdon.server.service import Service
 from guerdon.settings.access import Role
 from guerdon.settings.config import LimitsConfig, ServerConfig
 from guerdon.wire import kserve, kserve_grpc, signature
@@ -293,7 +293,7 @@ class _Front:
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, _: _Call) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._service.is_ready())
+        return pb.ServerReadyResponse(ready=status.is_ready(self._service))
 
     async def ModelReady(self, call: _Call) -> pb.ModelReadyResponse:
         request = await call.parsed(pb.ModelReadyRequest)
@@ -301,10 +301,10 @@ class _Front:
             self._service.catalog.model(request.name, request.version)
         except UnknownModel:  # not an error, as in Triton: its clients rely on it
             return pb.ModelReadyResponse(ready=False)
-        return pb.ModelReadyResponse(ready=self._service.is_ready(request.name))
+        return pb.ModelReadyResponse(ready=status.is_ready(self._service, request.name))
 
     async def ServerMetadata(self, _: _Call) -> pb.ServerMetadataResponse:
-        return pb.ServerMetadataResponse(**describe_server())
+        return pb.ServerMetadataResponse(**status.server())
 
     async def ModelMetadata(self, call: _Call) -> pb.ModelMetadataResponse:
         request = await call.parsed(pb.ModelMetadataRequest)
@@ -320,7 +320,7 @@ class _Front:
 
     async def RepositoryIndex(self, call: _Call) -> pb.RepositoryIndexResponse:
         request = await call.parsed(pb.RepositoryIndexRequest)
-        return pb.RepositoryIndexResponse(models=self._service.repository_index(only_ready=request.ready))
+        return pb.RepositoryIndexResponse(models=status.repository_index(self._service, request.ready))
 
     async def RepositoryModelLoad(self, call: _Call) -> pb.RepositoryModelLoadResponse:
         call.caller.need(Role.ADMIN, "to load a model")
@@ -339,7 +339,7 @@ class _Front:
 
     async def ModelStatistics(self, call: _Call) -> pb.ModelStatisticsResponse:
         request = await call.parsed(pb.ModelStatisticsRequest)
-        told = self._service.statistics(request.name, request.version)
+        told = status.statistics(self._service, request.name, request.version)
         return json_format.ParseDict(told, pb.ModelStatisticsResponse())
 
     async def ModelInfer(self, call: _Call) -> pb.ModelInferResponse:

@@ -25,7 +25,7 @@ from guerdon.errors import (
     Unauthenticated,
     Unavailable,
 )
-from guerdon.server import logs, tracing
+from guerdon.server import logs, status, tracing
 from guerdon.server.front.admission import Admission, Exchange, Place, Visit
 from guerdon.server.front.guard import Guard
 from guerdon.server.front.http_exchanges import FormExchange, KServeExchange
@@ -48,7 +48,7 @@ from guerdon.server.front.http_request import (
 from guerdon.server.front.page_routes import Pages
 from guerdon.server.front.request_spans import Spans
 from guerdon.server.reading import NUM_THREADS
-from guerdon.server.service import Service, describe_server
+from guerdon.server.service import Service
 from guerdon.server.weight_updates import WeightUpdates
 from guerdon.settings.access import Role
 from guerdon.settings.config import ServerConfig
@@ -284,17 +284,17 @@ class _Handlers:
         return _json({"live": True})
 
     async def ready(self, request: HttpRequest) -> Reply:
-        return _readiness(self._service.is_ready())
+        return _readiness(status.is_ready(self._service))
 
     async def model_ready(self, request: HttpRequest) -> Reply:
         name = self._model(request).name
         entry, why = self._service.catalog.entries.get(name), "not ready"
         if entry is not None and not self._service.catalog.is_loaded(name):
             why = str(entry.asleep()) if entry.sleep else f"{name} is unloaded; an admin may load it"
-        return _readiness(self._service.is_ready(name), why, name=name)
+        return _readiness(status.is_ready(self._service, name), why, name=name)
 
     async def health(self, request: HttpRequest) -> Reply:
-        return 200 if self._service.is_ready() else 503, [], b""
+        return 200 if status.is_ready(self._service) else 503, [], b""
 
     async def models(self, request: HttpRequest) -> Reply:
         catalog, name = self._service.catalog, request.query.get("model")
@@ -304,7 +304,7 @@ class _Handlers:
         return _json(openai.describe_model(self._service.catalog.scored_by(request.names["name"]), self._created))
 
     async def server(self, request: HttpRequest) -> Reply:
-        return _json(describe_server())
+        return _json(status.server())
 
     async def model_metadata(self, request: HttpRequest) -> Reply:
         return _json(signature.metadata(self._model(request)))
@@ -314,7 +314,7 @@ class _Handlers:
 
     async def statistics(self, request: HttpRequest) -> Reply:
         names = request.names
-        return _json(self._service.statistics(names.get("name", ""), names.get("version", "")))
+        return _json(status.statistics(self._service, names.get("name", ""), names.get("version", "")))
 
     async def head(self, request: HttpRequest) -> Reply:
         """Sends a teacher's output head; nothing if the client's copy is current."""
@@ -339,7 +339,7 @@ class _Handlers:
 
     async def index(self, request: HttpRequest) -> Reply:
         is_ready = await self._read_body(request, triton_repository.wants_only_ready)
-        return _json(self._service.repository_index(only_ready=is_ready))
+        return _json(status.repository_index(self._service, is_ready))
 
     async def load(self, request: HttpRequest) -> Reply:
         name = self._admins_model(request)
@@ -445,12 +445,12 @@ class _Handlers:
                 max_client_batch_size=self._service.max_request_sequences,
                 auto_truncate=entry is not None and entry.config.truncation != "error",
                 tokenization_workers=NUM_THREADS,
-                version=describe_server()["version"],
+                version=status.server()["version"],
             )
         )
 
     async def openapi(self, request: HttpRequest) -> Reply:
-        has_page, version = self._service.recorder.is_on, describe_server()["version"]
+        has_page, version = self._service.recorder.is_on, status.server()["version"]
         return _json(openapi.document(self._service.catalog.models(), has_page=has_page, version=version))
 
     async def metrics(self, request: HttpRequest) -> Reply:

@@ -19,7 +19,7 @@ from guerdon.server.front.http_request import (
 )
 from guerdon.server.reading import INLINE_BYTES
 from guerdon.settings.config import LimitsConfig
-from guerdon.wire import bodies, kserve
+from guerdon.wire import bodies, kserve, kserve_answers
 from guerdon.wire.bodies import InPieces
 from guerdon.wire.forms.form import Form
 from guerdon.wire.kserve import ServedReply
@@ -69,7 +69,7 @@ class KServeExchange:
         assert tensors is not None
 
         def write() -> InPieces:
-            return kserve.encode_reply(kserve.to_reply(answer, tensors, info), tensors)
+            return kserve_answers.encode(kserve.to_reply(answer, tensors, info), tensors)
 
         num_bytes = max(self.num_bytes, table_bytes(answer, info))
         make = functools.partial(_body, write, self._visit, self._request)

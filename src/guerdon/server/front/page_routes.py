@@ -19,6 +19,7 @@ import orjson
 
 from guerdon.core import ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import Overloaded, RouteNotFound, Unsupported, install_command
+from guerdon.server import status
 from guerdon.server.auth import Caller
 from guerdon.server.batching.sharing import FairTurns
 from guerdon.server.front.admission import Admission, Decoder, Exchange, Visit
@@ -26,7 +27,7 @@ from guerdon.server.front.http_request import JSON, READ_INLINE_BYTES, Headers, 
 from guerdon.server.page import snapshot, trying
 from guerdon.server.page.extremes import KeptSample
 from guerdon.server.page.snapshot import PageQuery, parse_query
-from guerdon.server.service import Service, describe_server
+from guerdon.server.service import Service
 from guerdon.settings.access import Role, is_loopback
 from guerdon.settings.config import LimitsConfig, ServerConfig
 from guerdon.wire import bodies
@@ -173,12 +174,12 @@ class Pages:
         return 200, headers, body
 
     def _server(self, caller: Caller, address: str | None) -> dict[str, Any]:
-        service, told = self._service, describe_server()
-        why = service.why_not_ready()
+        service, told = self._service, status.server()
+        why = status.why_not_ready(service)
         if why and service.critic is not None and service.critic.fault is not None and caller.role < Role.TRAIN:
             why = "the critic has failed; a key of the role train can read the reason"
         return {
-            "is_ready": service.is_ready(),
+            "is_ready": status.is_ready(service),
             "why": why,
             "has_keys": bool(service.access.names),
             "name": told["name"],
