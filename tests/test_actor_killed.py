@@ -37,7 +37,7 @@ from ports import free_port
 pytestmark = pytest.mark.timeout(300)
 
 STEPS = 7
-TIMEOUT_S = 100.0
+TIMEOUT_S = 250.0
 SECONDS_OF_A_RUN = 3.0
 """What a run takes about, undisturbed."""
 

@@ -23,7 +23,7 @@ from stand_in_judge import KEY, MODEL, stand_in
 
 NUM_SAMPLES = 200
 CONCURRENCY = 8
-TIMEOUT_S = 100.0
+TIMEOUT_S = 250.0
 
 
 @pytest.fixture(scope="module", autouse=True)

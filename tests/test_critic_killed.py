@@ -25,7 +25,7 @@ from ports import free_port
 NUM_REQUESTS = 20
 GBS = 4
 LEARNING: dict[str, Any] = {"global_batch_size": GBS, "learning_rate": 1e-2, "frozen": r".*\.self_attn\..*"}
-TIMEOUT_S = 100.0
+TIMEOUT_S = 250.0
 KILLS_AT_RANDOM = 3
 SECONDS_OF_A_RUN = 0.25
 """What the requests take about, undisturbed."""

@@ -100,7 +100,7 @@ def assert_scores(url: str, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(score(url, "reward_model", patient, texts=texts(samples(14))).rewards, wanted, **CLOSE)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_one_command_serves_loses_a_rank_comes_back_and_ends(model: Path, wanted: np.ndarray) -> None:
     with serving_ranks(model, "--data-parallel", 2) as (launch, url):
         told = "guerdon: 2 ranks: 2 data-parallel x 1 tensor-parallel, on cpu, 1 thread each"
@@ -136,7 +136,7 @@ def test_tensor_parallel_ranks_score_as_one_process(model: Path, wanted: np.ndar
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_critic_sharded_over_two_ranks_learns_as_one_process(tmp_path: Path) -> None:
     folder, work = zoo.checkpoint("llama", tmp_path / "model"), Work(0)
     reference = Reference(folder, work)
@@ -179,7 +179,7 @@ def assert_same_run(out: Path, out_of_one: Path, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_reinforce_on_two_ranks_learns_as_one_process(tmp_path: Path) -> None:
     folder = tiny_policy(tmp_path)
     with serving(ModelConfig(model="actor.reward_functions:even", name="even")) as server:
@@ -196,7 +196,7 @@ def test_reinforce_on_two_ranks_learns_as_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_ppo_sharded_over_two_ranks_learns_as_one_process(tmp_path: Path) -> None:
     folder = tiny_policy(tmp_path)
     critic = str(zoo.tokenizer(zoo.checkpoint("llama", folder / "critic", seed=1)))
