@@ -9,6 +9,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from guerdon.errors import GuerdonError, InvalidRequest, Unsupported
 from guerdon.wire.forms import triton_repository as repository
+from guerdon.wire.kserve_grpc import read_parameters
 
 
 def config(value: Any) -> str:
@@ -81,16 +82,16 @@ def test_files_are_not_taken() -> None:
 
 def test_the_protobuf_says_the_same() -> None:
     asked = pb.RepositoryModelLoadRequest(model_name="rm")
-    assert repository.source_of(asked.parameters) is None
+    assert repository.source_of(read_parameters(asked.parameters)) is None
     asked.parameters["config"].string_param = config("step-100")
-    assert repository.source_of(asked.parameters) == "step-100"
+    assert repository.source_of(read_parameters(asked.parameters)) == "step-100"
     asked.parameters["config"].int64_param = 3
     with pytest.raises(GuerdonError, match="config is 3"):
-        repository.source_of(asked.parameters)
+        repository.source_of(read_parameters(asked.parameters))
     del asked.parameters["config"]
     asked.parameters["file:x"].bytes_param = b"x"
     with pytest.raises(Unsupported):
-        repository.source_of(asked.parameters)
+        repository.source_of(read_parameters(asked.parameters))
 
 
 def test_what_tritonclient_sends(monkeypatch: pytest.MonkeyPatch) -> None:

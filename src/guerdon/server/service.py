@@ -165,8 +165,7 @@ class Service:
                 job.traced.end(job.taken, len(job.sequences), job.num_tokens)
 
     async def _finish(self, asked: Asks, job: Job, client: str) -> ScoreReply:
-        info = asked.served.info
-        kind = all_kinds.of(info)
+        kind = all_kinds.of(info := asked.served.info)
 
         def work() -> ScoreReply:
             queue_s = max(0.0, job.taken - job.arrived) if job.sequences else 0.0

@@ -240,7 +240,7 @@ def test_a_ring_forgets_the_oldest():
     for i in range(10):
         ring.add(float(i), np.array([i * i]))
     assert len(ring) == 4
-    assert ring.last == 9
+    assert ring.time() == 9
     times, values = ring.at(np.array([0.0, 6.0, 7.5, 20.0]))
     assert times.tolist() == [6, 6, 7.5, 9]
     assert values[:, 0].tolist() == [36, 36, 56.5, 81]
