@@ -237,12 +237,11 @@ class ModelInfo:
     request names none, and texts are tokenised step by step if it `splits_at` a separator. A gate reads where
     `gate_ids` stand last, which no sample may lack. `vocabulary` is a digest of the tokenizer's tokens and their ids,
     `tokenizer` tells what ids mean to it (see `vocabulary.identity`), `ending` how its chat template writes an answer
-    (see `endings.Ending`). All of these texts are empty if there is no such thing. An encoder `reads_pairs`, with
-    special tokens where its tokenizer's template for pairs has them. `proofs` are the start's lines. Functions, sums
-    and models of other servers are not `is_checkpoint`. If it `has_components`, the attributes are what the reward is
-    made of, as a sum's and a judge's. With `adds_attributes` a sample may have more than `attribute_names`, with
-    names of its own. Adapters that share the memory of a model have it as `shared_base`. If it `compares`, a sample's
-    reward depends on the others of its group.
+    (see `endings.Ending`). Texts are empty if there is none. An encoder `reads_pairs`, with special tokens where its
+    pair template has them. `proofs` are the start's lines. Functions, sums and models of other servers are not
+    `is_checkpoint`. If it `has_components`, the attributes are what the reward is made of, as a sum's and a judge's.
+    With `adds_attributes` a sample may have more than `attribute_names`, with names of its own. Adapters over one
+    model have it as `shared_base`. If it `compares`, a sample's reward depends on the others of its group.
     """
 
     name: str

@@ -122,8 +122,7 @@ class Service:
             self.metrics.components(name, made.statistics())
             return reply
         entry, critic = self.catalog.entry(name), self._critic_of(name)
-        # A score may wait behind a train request for as long as that takes.
-        allowed_s = request.timeout_s or (self.timeout_s if critic is None else None)
+        allowed_s = request.timeout_s or (self.timeout_s if critic is None else None)  # a train request takes its time
         try:
             async with asyncio.timeout(allowed_s):
                 if routes.names_teachers(request):
