@@ -19,14 +19,14 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 63_707,
-    "files of src": 338,
-    "lines of tests": 83_164,
-    "modules with one importer": 81,
-    "private functions that one place calls": 613,
-    "imports, % of the lines": 6.9,
+    "lines of src": 63_373,
+    "files of src": 326,
+    "lines of tests": 83_176,
+    "modules with one importer": 76,
+    "private functions that one place calls": 605,
+    "imports, % of the lines": 6.8,
     "public classes with two homes": 0,
-    "places outside of kinds/ that ask for the kind": 12,
+    "places outside of kinds/ that ask for the kind": 10,
 }
 """Bounds that only fall: whoever lowers a count lowers its bound."""
 
