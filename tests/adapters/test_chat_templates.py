@@ -4,7 +4,7 @@ The reference is plain transformers on the conversation's text, as the template 
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ComponentConfig, ModelConfig, RewardConfig
 from served import Serve
 from server.keys import ADMIN, bearer, keyed
+from tiers import slow_but
 
 TURNS = [
     {"role": "user", "content": "an inn in the north"},
@@ -124,11 +125,7 @@ TOKENS_DIFFER = {"qwen3"}
 QUICK = ("chatml", "llama3", "gemma", "mistral", "zephyr", "qwen", "deepseek")
 
 
-def some_slow(names: Iterable[str], quick: tuple[str, ...]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
-
-
-@pytest.fixture(scope="module", params=some_slow(chats.FAMILIES, QUICK))
+@pytest.fixture(scope="module", params=slow_but(QUICK, chats.FAMILIES))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp(request.param) / "model"
     zoo.checkpoint("llama", folder, vocab_size=chats.VOCAB_SIZE, pad_token_id=None)
@@ -148,7 +145,7 @@ def wanted(family: tuple[str, Path]) -> float:
     return float(zoo.reference(family[1], [np.array(whole)])[0])
 
 
-@pytest.fixture(scope="module", params=some_slow(("ended", "truncated"), ("ended",)))
+@pytest.fixture(scope="module", params=slow_but(("ended",), ("ended", "truncated")))
 def sample(request: pytest.FixtureRequest, family: tuple[str, Path], server: RunningServer) -> Sample:
     tokenizer = AutoTokenizer.from_pretrained(family[1])
     asked = tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)

@@ -29,6 +29,7 @@ from guerdon.cli.parser import FILES, FOLDERS, SHELLS, Parser
 from guerdon.errors import Exit
 from ports import free_port
 from processes import environment
+from tiers import slow_but
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "guerdon"]
@@ -411,7 +412,7 @@ CLIENT = {  # of commands without torch, each in a Python of its own, whose end 
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CLIENT])
+@pytest.mark.parametrize("name", slow_but(QUICK, CLIENT))
 def test_a_command_without_torch_ends_with_its_error(name: str, folder: Path, echo: EchoProcess) -> None:
     argv, status = CLIENT[name]
     urls = {"URL": echo.http_url, "DEAD": f"http://127.0.0.1:{free_port()}"}

@@ -18,7 +18,7 @@ from guerdon.engine.engine import Engine
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig, TeacherConfig, TokenRewardConfig
 from served import Serve
 from teaching import plain
-from tiers import of_each_kind
+from tiers import of_each_kind, slow_but
 
 QUICK = ("nemotron_h", "falcon_h1", "lfm2")  # recurrences in chunks, in two kinds of layer, and convolutions
 
@@ -54,9 +54,7 @@ def assert_exact(engine: Engine, rows: list[np.ndarray], want: list[np.ndarray])
         assert_close(one.values, values[:, 0])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in zoo.HYBRIDS]
-)
+@pytest.mark.parametrize("name", slow_but(QUICK, zoo.HYBRIDS))
 def test_rewards_values_and_logprobs_equal_transformers_one_by_one(name: str, tmp_path: Path) -> None:
     folder, rows = zoo.checkpoint(name, tmp_path / "critic", "openrlhf-critic"), make_rows()
     want = zoo.reference_tokens(folder, rows)

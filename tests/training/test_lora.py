@@ -26,7 +26,7 @@ from guerdon.settings.actors import PolicyConfig
 from guerdon.settings.config import AdapterConfig, LanguageModelConfig, ModelConfig, TeacherConfig
 from guerdon.training.lora import is_adapter
 from guerdon.training.policy_trainer import PolicyTrainer
-from tiers import of_each_kind
+from tiers import of_each_kind, slow_but
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 peft = pytest.importorskip("peft")
@@ -149,9 +149,7 @@ def test_the_file_is_pefts_own(tmp_path: Path) -> None:
     np.testing.assert_allclose(values(trainer, ROWS), want, atol=1e-4 * want.std())
 
 
-@pytest.mark.parametrize(
-    "kind", ["seqcls", *(pytest.param(x, marks=pytest.mark.slow) for x in ("openrlhf-critic", "trlx-critic", "trl"))]
-)
+@pytest.mark.parametrize("kind", slow_but(("seqcls",), ("seqcls", "openrlhf-critic", "trlx-critic", "trl")))
 def test_a_critic_that_learnt_by_adapters_is_served_and_learns_on(kind: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint("gpt2" if kind == "trlx-critic" else "llama", tmp_path / "base", kind)
     trainer = build(folder, lora=4, mean=0.5, std=2.0)

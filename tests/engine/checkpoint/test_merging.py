@@ -5,7 +5,7 @@ import functools
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from guerdon.engine.teacher import TeacherEngine
 from guerdon.errors import CheckpointError, Exit, TooLarge
 from guerdon.settings.config import LanguageModelConfig, ModelConfig, TeacherConfig
 from light_peft import import_bitsandbytes
+from tiers import slow_but
 
 import_bitsandbytes()
 peft = pytest.importorskip("peft")
@@ -38,11 +39,6 @@ CLASSES = {
     "TOKEN_CLS": AutoModelForTokenClassification,
     "CAUSAL_LM": AutoModelForCausalLM,
 }
-
-
-def often(names: Iterable[Any], *quick: Any) -> list[Any]:
-    """Parameters for pytest, those that are not `quick` for `make test-all`."""
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
 def lora(**settings: Any) -> Any:
@@ -130,11 +126,11 @@ ADAPTERS = {
 
 @pytest.mark.parametrize(
     "name",
-    often(
-        ADAPTERS, "all layers", "Conv1D", "encoder", "DoRA", "embeddings in whole", "some tokens",
-        "all biases of an encoder",
+    slow_but(
+        ("all layers", "Conv1D", "encoder", "DoRA", "embeddings in whole", "some tokens", "all biases of an encoder"),
+        ADAPTERS,
     ),
-)  # fmt: skip
+)
 def test_rewards_are_those_of_the_unmerged_model(name: str, tmp_path: Path) -> None:
     architecture, config = ADAPTERS[name]
     encoder = architecture in zoo.ENCODERS
@@ -146,9 +142,9 @@ def test_rewards_are_those_of_the_unmerged_model(name: str, tmp_path: Path) -> N
     np.testing.assert_allclose(rewards(tmp_path / "adapter"), want, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", often([290, 310], 310))
-@pytest.mark.parametrize("tied", often([False, True], False))
-@pytest.mark.parametrize("how", often(["as it is", "in whole", "by LoRA", "tokens"], "in whole", "tokens"))
+@pytest.mark.parametrize("size", slow_but((310,), [290, 310]))
+@pytest.mark.parametrize("tied", slow_but((False,), [False, True]))
+@pytest.mark.parametrize("how", slow_but(("in whole", "tokens"), ["as it is", "in whole", "by LoRA", "tokens"]))
 def test_another_number_of_tokens(how: str, tied: bool, size: int, tmp_path: Path) -> None:
     base = zoo.language_model("llama", tmp_path / "base", tie_word_embeddings=tied)
     ways: dict[str, dict[str, Any]] = {
@@ -165,7 +161,7 @@ def test_another_number_of_tokens(how: str, tied: bool, size: int, tmp_path: Pat
     assert load_reward_model(ModelConfig(model=str(tmp_path / "adapter"))).info.vocab_size == size
 
 
-@pytest.mark.parametrize("architecture", often(["llama", "bert"], "llama"))
+@pytest.mark.parametrize("architecture", slow_but(("llama",), ["llama", "bert"]))
 def test_a_process_reward_model(architecture: str, tmp_path: Path) -> None:
     encoder = architecture == "bert"
     base = (zoo.checkpoint if encoder else zoo.language_model)(architecture, tmp_path / "base")
@@ -279,7 +275,7 @@ LANGUAGE_ADAPTERS = {
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", often(LANGUAGE_ADAPTERS, "all layers", "the input's alone"))
+@pytest.mark.parametrize("name", slow_but(("all layers", "the input's alone"), LANGUAGE_ADAPTERS))
 def test_log_probs_are_those_of_the_unmerged_model(name: str, tied: bool, tmp_path: Path) -> None:
     base = zoo.language_model("llama", tmp_path / "base", tie_word_embeddings=tied)
     adapted(base, lora(task_type="CAUSAL_LM", **LANGUAGE_ADAPTERS[name])).save_pretrained(tmp_path / "adapter")
@@ -289,7 +285,7 @@ def test_log_probs_are_those_of_the_unmerged_model(name: str, tied: bool, tmp_pa
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-@pytest.mark.parametrize("tied", often([False, True], True))
+@pytest.mark.parametrize("tied", slow_but((True,), [False, True]))
 def test_a_language_model_with_more_tokens(tied: bool, tmp_path: Path) -> None:
     base = zoo.language_model("llama", tmp_path / "base", tie_word_embeddings=tied)
     model = adapted(base, lora(task_type="CAUSAL_LM"), resize=310)
@@ -563,7 +559,7 @@ def test_memory_to_merge_is_counted(adapter: Path, monkeypatch: pytest.MonkeyPat
 # ------------------------------------------------------------------------------------------------ converting
 
 
-@pytest.mark.parametrize("dtype", often(["float32", "bfloat16"], "float32"))
+@pytest.mark.parametrize("dtype", slow_but(("float32",), ["float32", "bfloat16"]))
 def test_convert_writes_a_whole_model(adapter: Path, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = adapter.parent / "out"
     assert cli.main(["convert", str(adapter), str(out), "--dtype", dtype]) == Exit.DONE
@@ -577,7 +573,7 @@ def test_convert_writes_a_whole_model(adapter: Path, dtype: str, capsys: pytest.
     assert cli.main(["convert", str(adapter), str(out)]) == Exit.CANNOT_START
 
 
-@pytest.mark.parametrize("tied", often([False, True], True))
+@pytest.mark.parametrize("tied", slow_but((True,), [False, True]))
 def test_convert_a_language_model_with_more_tokens(tied: bool, tmp_path: Path) -> None:
     base = zoo.language_model("llama", tmp_path / "base", tie_word_embeddings=tied)
     config = lora(task_type="CAUSAL_LM", modules_to_save=["embed_tokens"])
