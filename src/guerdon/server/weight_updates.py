@@ -1,8 +1,8 @@
 """Live weights: a trainer replaces a served model's weights by vLLM's four phases, over HTTP or by files.
 
 Each tensor is checked and written to a new checkpoint on disk, so that few are in memory. Only a complete checkpoint is
-loaded, while the weights that serve are put away on disk: a trainer that dies changes nothing, and no update has two
-models in memory.
+loaded, while the weights that serve are put away on disk: a trainer that dies changes nothing, and two models are in
+memory only if the trainer asks for `beside`, or if they cannot be put away.
 """
 
 from __future__ import annotations
