@@ -115,7 +115,7 @@ class Chaos:
             except BaseException:
                 print(launch.output()[-8000:], file=sys.stderr)
                 raise
-            assert not launch.processes(), f"left behind: {launch.processes()}"
+            launch.wait_ended()
         with socket.create_server(("127.0.0.1", port)):
             pass  # nobody listens there
 

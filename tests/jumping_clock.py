@@ -52,11 +52,11 @@ def ask(url: str, first: str, number: str, go: str = "") -> None:
 
     policy = RetryPolicy(timeout_s=60, tries=3)
     with CriticClient(url, policy=policy) as critic, RewardClient(url, model="critic_infer", policy=policy) as scorer:
-        critic.wait_ready(timeout_s=60)
+        critic.wait_ready(timeout_s=120)
         for i in range(int(first), int(first) + int(number)):
             asked = request(f"r{i}", 3 + i)
             rows = [getattr(asked, name) for name in ("tokens", "returns", "prev_values", "mask")]
-            report = critic.train(*rows, train_id=asked.id).result(60)
+            report = critic.train(*rows, train_id=asked.id).result(120)
             rewards = scorer.score(tokens=[[i, 1]], timeout_s=20).rewards
             assert rewards.tolist() == [i + 1.0], rewards
         if go:
@@ -70,7 +70,7 @@ def ask(url: str, first: str, number: str, go: str = "") -> None:
             except DeadlineExceeded:
                 assert 0.3 < time.monotonic() - started < 10, "neither at once nor in days"
             Path(go).touch()
-            training.result(60)
+            training.result(120)
         print(report.step, critic.state().step, critic.save().name)
 
 

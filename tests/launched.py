@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,6 +60,13 @@ class Launch:
                 continue
         raise LookupError(f"no process of rank {number}")
 
+    def wait_ended(self) -> None:
+        """Returns once no process of the launch lives; a rank's own processes end after torchrun does."""
+        until = time.monotonic() + 120
+        while left := self.processes():
+            assert time.monotonic() < until, f"left behind: {left}\n{self.output()}"
+            time.sleep(0.05)
+
     def kill(self) -> None:
         """Ends every process of the launch, those that were stopped and those that torchrun left behind as well."""
         while found := self.processes():
@@ -68,7 +76,7 @@ class Launch:
                 except psutil.NoSuchProcess:
                     continue
             psutil.wait_procs(found, timeout=5)
-        self.torchrun.wait(10)
+        self.torchrun.wait(120)
 
 
 @contextmanager
@@ -114,7 +122,7 @@ def launched(
     target: str | Path,
     nproc: int,
     *args: object,
-    timeout_s: float = 100.0,
+    timeout_s: float = 250.0,
     options: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
 ) -> Launched:
@@ -124,7 +132,7 @@ def launched(
 
 
 def forked(
-    target: str | Path, nproc: int, *args: object, timeout_s: float = 100.0, python: str = sys.executable
+    target: str | Path, nproc: int, *args: object, timeout_s: float = 250.0, python: str = sys.executable
 ) -> Launched:
     """Runs `target` as `launched` does, but by `forked_ranks`, for tests of ranks that are none of torchrun."""
     command = [python, "-m", "forked_ranks", str(nproc), str(target), *map(str, args)]

@@ -36,7 +36,7 @@ class Environment:
     def python(self) -> str:
         return str(self.folder / "bin" / "python")
 
-    def run(self, *args: object, timeout_s: float = 100.0, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *args: object, timeout_s: float = 250.0, **env: str) -> subprocess.CompletedProcess[str]:
         """Runs its Python with these arguments; the output has both streams in one."""
         plain = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         return subprocess.run(

@@ -19,7 +19,7 @@ def brevity(texts: list[str]) -> list[float]:
     """Minus the length in hundreds of characters; no number for "NAN"."""
     if any("WAIT" in text for text in texts):
         is_held.set()
-        hold.wait(60)
+        hold.wait(120)
         is_held.clear()
     return [math.nan if "NAN" in text else -len(text) / 100 for text in texts]
 

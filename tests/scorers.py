@@ -21,7 +21,7 @@ def score(tokens: list[np.ndarray]) -> list[float]:
     if any(RAISES in t for t in tokens):
         raise ValueError("a bug in the user's function")
     if any(WAITS in t for t in tokens):
-        hold.wait(60)
+        hold.wait(120)
     return [math.nan if NAN in t else float(t.sum()) for t in tokens]
 
 

@@ -88,10 +88,10 @@ def test_a_train_over_http_is_the_step_of_plain_torch(count: int, shared: bool, 
     with serving(folder, tmp_path / "critic") as server:
         clients = {n: pytriton_client.FuturesModelClient(server.http_url, f"critic_{n}") for n in ("infer", "train")}
         try:  # as NeMo-Aligner's actor asks
-            before = clients["infer"].infer_batch(tokens=tokens, sequence_lengths=lengths).result(60)["values"]
+            before = clients["infer"].infer_batch(tokens=tokens, sequence_lengths=lengths).result(120)["values"]
             want_before = [plain.values(row).detach().numpy() for row in rows]
-            loss = clients["train"].infer_sample(**arrays_of(asked)).result(60)["loss_mean"]
-            after = clients["infer"].infer_batch(tokens=tokens, sequence_lengths=lengths).result(60)["values"]
+            loss = clients["train"].infer_sample(**arrays_of(asked)).result(120)["loss_mean"]
+            after = clients["infer"].infer_batch(tokens=tokens, sequence_lengths=lengths).result(120)["values"]
         finally:
             for client in clients.values():
                 client.close()
@@ -126,7 +126,7 @@ def test_one_call_of_rewards_trains_on_the_returns_and_answers_the_advantages(
             served = torch.from_numpy(np.stack([v[:-1] for v in critic.infer(asked.tokens).values]))
             measured = critic.validate(asked.tokens, mask=asked.mask, rewards=rewards, gae=rule)
             report = critic.train(asked.tokens, mask=asked.mask, rewards=rewards, gae=rule, updates=2, train_id="a")
-            first = report.result(60)
+            first = report.result(120)
 
             async def ask_again() -> TrainReport:
                 async with AsyncCriticClient(url) as other:
@@ -167,10 +167,10 @@ def test_trees_have_the_values_and_the_steps_of_their_paths(transport: str, fold
             paths = [plain.values(path).detach().numpy() for path in forest.paths(asked.tokens)]
             for own, home, start in zip(values, forest.homes, forest.starts, strict=True):
                 np.testing.assert_allclose(own, paths[home][start : start + len(own)], atol=1e-4)
-            report = critic.train(**segments, **given, updates=2, train_id="a").result(60)
+            report = critic.train(**segments, **given, updates=2, train_id="a").result(120)
             wrong = critic.train(**segments | {"parents": asked.parents[::-1]}, **given)
             with pytest.raises(InvalidRequest, match="parents is 0 in row 0: give -1"):
-                wrong.result(60)
+                wrong.result(120)
 
         async def ask_again() -> tuple[TrainReport, TrainReport, list[np.ndarray]]:
             async with AsyncCriticClient(url) as other:
@@ -225,7 +225,7 @@ def test_rewards_come_with_the_values(memory: str, folder: Path) -> None:
             plain = PlainCritic(folder / "model", lr=LR)
             for got, row in zip(scores.values, rows, strict=True):
                 np.testing.assert_allclose(got, plain.values(row).detach().numpy(), atol=1e-4)
-        critic.train(**arrays_of(request(rows))).result(60)
+        critic.train(**arrays_of(request(rows))).result(120)
         again = critic.infer_with_rewards(tokens=rows)
         np.testing.assert_array_equal(again.rewards, scores.rewards)
         assert again.weights_version != scores.weights_version
@@ -279,7 +279,7 @@ def test_values_alone_leave_the_reward_model_out(folder: Path, monkeypatch: pyte
         for url in (server.http_url, server.grpc_url or ""):
             with CriticClient(url) as critic:
                 critic.infer_with_rewards(tokens=rows)
-                critic.train(**arrays_of(request(rows))).result(60)  # the critic is there
+                critic.train(**arrays_of(request(rows))).result(120)  # the critic is there
                 moves.clear()
                 scores = critic.infer(tokens=rows)
                 assert scores.rewards is None and len(scores.values) == len(rows)
@@ -296,7 +296,7 @@ def test_the_best_loss_is_kept_where_the_mode_is_not_said(folder: Path, tmp_path
         CriticClient(server.http_url) as critic,
     ):
         for seed, loss in enumerate((0.5, 0.1, 0.9, 0.4)):
-            critic.train(**arrays_of(request(rows_of(4, shared=True), seed=seed))).result(60)
+            critic.train(**arrays_of(request(rows_of(4, shared=True), seed=seed))).result(120)
             critic.save(metrics={"loss": loss})
         assert [info.metrics["loss"] for info in critic.state().checkpoints] == [0.1, 0.4]
 
@@ -306,7 +306,7 @@ def test_the_best_loss_is_kept_where_the_mode_is_not_said(folder: Path, tmp_path
 )
 def test_the_folder_of_another_critic_is_refused(other: Any, message: str, folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path / "critic") as server, CriticClient(server.http_url) as critic:
-        critic.train(**arrays_of(request(rows_of(4, shared=True)))).result(60)
+        critic.train(**arrays_of(request(rows_of(4, shared=True)))).result(120)
         critic.save()
     if "model" in other:
         other = {"model": str(folder / other["model"])}
@@ -320,7 +320,7 @@ def test_a_journal_is_not_replayed_on_other_weights(folder: Path, tmp_path: Path
     model = shutil.copytree(folder / "model", tmp_path / "model")
     file, asked = model / "model.safetensors", request(rows_of(4, shared=True))
     with serving(tmp_path, tmp_path / "critic") as server, CriticClient(server.http_url) as critic:
-        critic.train(**arrays_of(asked)).result(60)
+        critic.train(**arrays_of(asked)).result(120)
         trained = critic.infer(tokens=asked.tokens).values
     whole, tensors = file.read_bytes(), load_file(file)
     tensors["model.layers.0.mlp.gate_proj.weight"] *= 3
@@ -338,7 +338,7 @@ def test_a_journal_is_not_replayed_on_other_weights(folder: Path, tmp_path: Path
 def test_a_saved_checkpoint_is_served_as_any_other(folder: Path, tmp_path: Path) -> None:
     rows = rows_of(5, shared=True)
     with serving(folder, tmp_path / "critic") as server, CriticClient(server.http_url) as critic:
-        critic.train(**arrays_of(request(rows))).result(60)
+        critic.train(**arrays_of(request(rows))).result(120)
         values = critic.infer(tokens=rows).values
         saved = tmp_path / "critic" / critic.save().name
     models = [ModelConfig(model=str(saved), name="critic_of_then")]
@@ -383,11 +383,11 @@ def test_the_command_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path) 
                 [*command, "--checkpoint-dir", str(tmp_path / "critic")],
                 stdout=subprocess.PIPE, text=True, env=environment(),
             )  # fmt: skip
-            critic.wait_ready(timeout_s=60)
+            critic.wait_ready(timeout_s=120)
             states.append(critic.state().step)
-            critic.train(**arrays_of(asked)).result(60)
+            critic.train(**arrays_of(asked)).result(120)
             process.send_signal(stop)
-            said.append(process.communicate(timeout=30)[0])
+            said.append(process.communicate(timeout=120)[0])
             assert process.returncode == (-stop if stop is signal.SIGKILL else 0)
     assert states == [0, 3, 6]
     assert f"what it learns is saved in {tmp_path / 'critic'}" in said[0]
@@ -402,9 +402,9 @@ def test_a_stopped_critic_says_what_is_saved_journalled_or_lost(
 
     def ask(url: str) -> None:
         with CriticClient(url) as critic:
-            critic.train(**asked).result(60)
+            critic.train(**asked).result(120)
             saved.extend([critic.save().name] if is_kept else [])
-            critic.train(**asked).result(60)
+            critic.train(**asked).result(120)
 
     monkeypatch.setattr("guerdon.server.runtime.run", served.briefly(ask))
     command = ["serve-critic", str(folder / "model"), "--port", "0", "--no-grpc", "--global-batch-size", str(GBS)]

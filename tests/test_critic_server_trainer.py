@@ -268,9 +268,9 @@ class Pair(Ranks):
 
     def tell_all(self, what: Any, *_: Any, **__: Any) -> list[Any]:
         self.told[self.rank] = what
-        self.turn.wait(60)
+        self.turn.wait(120)
         told = list(self.told)
-        self.turn.wait(60)  # what is told next must wait for whoever reads this
+        self.turn.wait(120)  # what is told next must wait for whoever reads this
         return told
 
 
@@ -472,7 +472,7 @@ def test_the_clients_that_nemo_aligner_uses_are_answered(served: tuple[CriticSer
     }
     try:
         infer, train, save = futures.values()
-        scores = infer.infer_batch(tokens=batch["tokens"], sequence_lengths=lengths).result(30)
+        scores = infer.infer_batch(tokens=batch["tokens"], sequence_lengths=lengths).result(120)
         assert scores["values"].dtype == np.float32 and scores["values"].shape == (6, 6)
         for got, want, length in zip(scores["values"], before, lengths[:, 0], strict=True):
             np.testing.assert_allclose(got[:length], want[:length], rtol=1e-5)
@@ -480,15 +480,15 @@ def test_the_clients_that_nemo_aligner_uses_are_answered(served: tuple[CriticSer
         assert scores["rewards"].tolist() == lengths.astype(float).tolist()
         assert trainer.model.shapes[0] == (6, 6)  # one request, no wider than it was sent
 
-        done = train.infer_sample(**batch).result(30)
+        done = train.infer_sample(**batch).result(120)
         weights = [batch["mask"][:4].sum(), batch["mask"][4:].sum()]
         assert set(done) == {"loss_mean"} and done["loss_mean"].shape == (1,)
         assert done["loss_mean"][0] == pytest.approx(np.average(losses, weights=weights), rel=1e-5)
-        after = infer.infer_batch(sentences=np.array([[b"ab"], [b"c"]])).result(30)["values"]
+        after = infer.infer_batch(sentences=np.array([[b"ab"], [b"c"]])).result(120)["values"]
         want = trainer.model(torch.tensor([[97 % 90, 98 % 90], [99 % 90, 0]])).detach().numpy()
         np.testing.assert_allclose(after[0], want[0], rtol=1e-5)
 
-        saved = save.infer_sample(dummy_var=np.array([0])).result(30)
+        saved = save.infer_sample(dummy_var=np.array([0])).result(120)
         assert saved["status"].tolist() == [0]
         assert trainer.ckpt_callback.saved[0]["step"] == torch.tensor(2)
     finally:
@@ -501,8 +501,8 @@ def test_a_known_train_id_is_answered_again_and_trains_once(served: tuple[Critic
     batch = batch_of(4)
     arrays = [batch[name] for name in ("tokens", "returns", "prev_values", "mask")]
     with CriticClient(url) as client:
-        first = client.train(*arrays, train_id="a").result(30)
-        second = client.train(*arrays, train_id="a").result(30)
+        first = client.train(*arrays, train_id="a").result(120)
+        second = client.train(*arrays, train_id="a").result(120)
         assert repr(first) == repr(second) and first.step == trainer.step == 1
         assert first.clip_fraction == pytest.approx(0.25) and first.num_tokens == int(batch["mask"].sum())
         assert client.infer(tokens=[[1, 2]]).weights_version == first.weights_version
@@ -510,7 +510,7 @@ def test_a_known_train_id_is_answered_again_and_trains_once(served: tuple[Critic
         arrays[0] = np.full_like(arrays[0], RAISES)
         for _ in range(2):
             with pytest.raises(TrainFailed, match="a bug in the user's model"):
-                client.train(*arrays, train_id="b").result(30)
+                client.train(*arrays, train_id="b").result(120)
 
 
 def test_validation_over_the_network_changes_nothing(served: tuple[CriticServerTrainer, str]) -> None:
@@ -530,7 +530,7 @@ def test_a_save_leaves_nothing_unsaved(served: tuple[CriticServerTrainer, str]) 
     _, url = served
     batch = batch_of(4)
     with CriticClient(url) as client:
-        client.train(*(batch[name] for name in ("tokens", "returns", "prev_values", "mask"))).result(30)
+        client.train(*(batch[name] for name in ("tokens", "returns", "prev_values", "mask"))).result(120)
         assert client.state().num_unsaved == 1
         client.save()
         assert client.state().num_unsaved == 0
@@ -542,7 +542,7 @@ def test_a_broken_critic_is_not_saved(served: tuple[CriticServerTrainer, str]) -
     trainer.critic.train = lambda *_: 1 / 0  # type: ignore[method-assign] # a bug: nobody knows what it left
     with CriticClient(url) as client:
         with pytest.raises(ServerFault):
-            client.train(*(batch[name] for name in ("tokens", "returns", "prev_values", "mask"))).result(30)
+            client.train(*(batch[name] for name in ("tokens", "returns", "prev_values", "mask"))).result(120)
         with pytest.raises(ServerFault, match="broken down"):
             client.save()
     assert trainer.ckpt_callback.saved == []

@@ -144,12 +144,12 @@ def test_a_server_whose_log_and_checkpoints_are_on_a_full_disk_scores_on_and_tra
         CriticClient(server.http_url, policy=ONCE) as critic,
         RewardClient(server.http_url, model="critic_infer", policy=ONCE) as scorer,
     ):
-        assert critic.train(*rows_of(a), train_id="a").result(30).step == 1
+        assert critic.train(*rows_of(a), train_id="a").result(120).step == 1
         filling = fill(disk)
         with logged_to(disk / "filling"):
             for _ in range(3):
                 with pytest.raises(StorageFailed, match="nothing was changed: No space left on device"):
-                    critic.train(*rows_of(b), train_id="b").result(30)
+                    critic.train(*rows_of(b), train_id="b").result(120)
                 assert scorer.score(tokens=[[1, 2, 3]]).rewards.tolist() == [6.0]
         remount(disk, "ro")
         with pytest.raises(StorageFailed, match=r"No space left|Read-only"):
@@ -157,9 +157,9 @@ def test_a_server_whose_log_and_checkpoints_are_on_a_full_disk_scores_on_and_tra
         assert scorer.score(tokens=[[4]]).rewards.tolist() == [4.0]
         remount(disk, "rw")
         filling.unlink()
-        assert critic.train(*rows_of(b), train_id="b").result(30).step == 2
+        assert critic.train(*rows_of(b), train_id="b").result(120).step == 2
         assert critic.save().step == 2
-        assert critic.train(*rows_of(c), train_id="c").result(30).step == 3
+        assert critic.train(*rows_of(c), train_id="c").result(120).step == 3
         assert service.trainer.weight == after([a, b, c])
 
 

@@ -70,7 +70,7 @@ def test_rewards_over_the_wire_equal_transformers(name: str, server: RunningServ
             assert_close(client.score(tokens=ROWS).rewards, want)
             # Many requests at once share batches, in whatever order they come.
             singles = [client.submit(tokens=[row]) for row in ROWS]
-            assert_close(np.array([f.result(60).rewards[0] for f in singles]), want)
+            assert_close(np.array([f.result(120).rewards[0] for f in singles]), want)
 
 
 def test_values_over_the_wire_equal_transformers(server: RunningServer, zoo_folder: Path) -> None:

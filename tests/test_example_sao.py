@@ -74,7 +74,7 @@ def outcome_of(folder: Path, out: Path, kills: Sequence[Kill]) -> tuple[dict[str
         config.ppo.critic_warmup_steps, config.run.save_every = 2, 5
         assert ppo.train(config).step == STEPS
         with CriticClient(url) as client:
-            client.wait_ready(60.0)
+            client.wait_ready(120.0)
             state = client.state()
     assert state.step == STEPS * config.ppo.critic_updates
     folders = out / f"ppo/checkpoints/step-{STEPS:06d}/policy", out / "kept" / state.checkpoints[-1].name

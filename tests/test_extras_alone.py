@@ -102,10 +102,10 @@ def serving(made: Environment, command: str, *args: object, **env: str) -> Itera
         return False
 
     try:
-        wait_until(is_ready, 120)
+        wait_until(is_ready)
         yield url
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, log.read_text()
+        assert process.wait(120) == 0, log.read_text()
     finally:
         process.kill()
 

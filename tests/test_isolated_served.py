@@ -147,7 +147,7 @@ def test_no_process_outlives_its_server(number: signal.Signals) -> None:
                 wait_until(lambda: len(below(process.pid)) >= 6)  # template, keeper, child, three orphans
                 pids = below(process.pid)
                 process.send_signal(number)
-                process.wait(60)
+                process.wait(120)
                 wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
                 assert isinstance(hang.exception(60), GuerdonError)
         finally:

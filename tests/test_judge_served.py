@@ -233,7 +233,7 @@ def test_another_checkpoint_is_judged_with_after_a_swap(tmp_path: Path, monkeypa
             f"{running.http_url}/v2/repository/models/judge/load",
             json={"parameters": {"model": "new"}},
             headers={"Authorization": "Bearer an-admins-key-of-some-length"},
-            timeout=60,
+            timeout=120,
         )
         assert answer.status_code == 200, answer.text
         second = client.score(texts=TEXTS, prompts=PROMPTS)

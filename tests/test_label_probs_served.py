@@ -64,7 +64,7 @@ def vllm_rows(folder: Path, item_first: bool = False, special: bool = True) -> l
 
 
 def ask(server: RunningServer, path: str, **body: Any) -> dict[str, Any]:
-    response = requests.post(f"{server.http_url}{path}", json=body, timeout=60)
+    response = requests.post(f"{server.http_url}{path}", json=body, timeout=120)
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -162,7 +162,7 @@ def test_items_share_the_query_in_one_forest(server: RunningServer) -> None:
     """The query is computed once for all items."""
 
     def computed() -> float:
-        text = requests.get(f"{server.http_url}/metrics", timeout=60).text
+        text = requests.get(f"{server.http_url}/metrics", timeout=120).text
         line = next(x for x in text.splitlines() if x.startswith('guerdon_computed_tokens_total{model="bare"}'))
         return float(line.split()[-1])
 
@@ -207,11 +207,11 @@ def test_what_cannot_be_answered_is_refused(
     paths: list[str], change: dict[str, Any], message: str, server: RunningServer
 ) -> None:
     for path in paths:
-        response = requests.post(f"{server.http_url}{path}", json=BODY | change, timeout=60)
+        response = requests.post(f"{server.http_url}{path}", json=BODY | change, timeout=120)
         assert response.status_code == 400, response.text
         assert message in response.json()["error"]["message"], response.text
 
 
 def test_switches_of_the_other_form_are_refused_in_the_url(server: RunningServer) -> None:
-    response = requests.post(f"{server.http_url}/v1/score?use_activation=true", json=BODY, timeout=60)
+    response = requests.post(f"{server.http_url}/v1/score?use_activation=true", json=BODY, timeout=120)
     assert response.status_code == 400 and "which SGLang's form does not have" in response.text

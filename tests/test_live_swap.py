@@ -94,7 +94,7 @@ def test_requests_wait_for_the_new_weights_and_those_before_have_the_old(base: P
     with (
         served(base) as (server, service),
         RewardClient(server.http_url) as client,
-        httpx.Client(base_url=server.http_url, timeout=60) as http,
+        httpx.Client(base_url=server.http_url, timeout=120) as http,
     ):
         old, versions = score(server.http_url)[0], []
         send = WeightsClient(server.http_url)
@@ -141,7 +141,7 @@ def test_a_full_disk_loads_them_beside_and_the_log_says_so(
 
 
 def test_a_model_that_sleeps_is_updated_later_and_a_paused_one_stays_paused(base: Path) -> None:
-    with served(base) as (server, _), httpx.Client(base_url=server.http_url, timeout=60) as http:
+    with served(base) as (server, _), httpx.Client(base_url=server.http_url, timeout=120) as http:
         send = WeightsClient(server.http_url, policy=ONCE)
         http.post("/sleep", params={"level": "1"})
         with pytest.raises(Unavailable, match="asleep"):
@@ -186,7 +186,7 @@ def test_two_trainers_at_once(base: Path, tmp_path: Path) -> None:
 
         trainer = threading.Thread(target=first)
         trainer.start()
-        assert is_amid.wait(60)
+        assert is_amid.wait(120)
         version = WeightsClient(server.http_url)(new)
         go_on.set()
         trainer.join()
@@ -366,7 +366,7 @@ def amid_a_swap(url: str, new: Tensors) -> list[threading.Thread]:
     send = WeightsClient(url, policy=ONCE)
     threads = [threading.Thread(target=ask, args=(lambda: send(new),))]
     threads[0].start()
-    wait_until(lambda: httpx.get(url + "/is_sleeping", timeout=60).json()["is_sleeping"], 120)
+    wait_until(lambda: httpx.get(url + "/is_sleeping", timeout=120).json()["is_sleeping"])
     threads += [threading.Thread(target=ask, args=(lambda: score(url),)) for _ in range(2)]
     for thread in threads[1:]:
         thread.start()

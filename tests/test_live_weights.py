@@ -28,7 +28,7 @@ TRAINER = """
 import sys, httpx, numpy as np
 from safetensors.numpy import load_file, save
 url, base, first, last = sys.argv[1], load_file(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-with httpx.Client(base_url=url, timeout=60) as http:
+with httpx.Client(base_url=url, timeout=120) as http:
     http.post("/init_weight_transfer_engine", json={"init_info": {}}).raise_for_status()
     for step in range(first, last):
         rng = np.random.default_rng(step)
@@ -104,7 +104,7 @@ def test_updates_under_load_with_trainers_killed_amid_some(num_updates: int, num
         finally:
             is_over.set()
             for thread in threads:
-                thread.join(60)
+                thread.join(120)
     assert num_killed == num_kills and len(versions) + len(torn) >= num_updates - 1
     wanted = {
         step: zoo.reference(stepped(base, step, tmp_path / "steps"), ROWS) for step in {*versions.values(), *torn}
@@ -128,7 +128,7 @@ def test_an_average_of_a_teacher_by_files(tmp_path: Path) -> None:
     folder.mkdir()
     with (
         running(TeacherConfig(model=str(base)), weight_transfer=str(folder)) as server,
-        httpx.Client(base_url=server.http_url, timeout=60) as http,
+        httpx.Client(base_url=server.http_url, timeout=120) as http,
         TeacherClient(server.http_url) as client,
     ):
         http.post("/init_weight_transfer_engine", json={"init_info": {"ema": 0.9}}).raise_for_status()
@@ -194,7 +194,7 @@ def wrong(kind: str, whole: dict[str, np.ndarray]) -> bytes:
     ],
 )
 def test_a_wrong_update_leaves_the_old_weights(server: RunningServer, kind: str, says: str) -> None:
-    with RewardClient(server.http_url) as client, httpx.Client(base_url=server.http_url, timeout=60) as http:
+    with RewardClient(server.http_url) as client, httpx.Client(base_url=server.http_url, timeout=120) as http:
         before = client.score(tokens=ROWS)
         http.post("/init_weight_transfer_engine", json={"init_info": {}}).raise_for_status()
         http.post("/start_weight_update").raise_for_status()
@@ -207,7 +207,7 @@ def test_a_wrong_update_leaves_the_old_weights(server: RunningServer, kind: str,
 
 
 def test_what_is_asked_wrongly_is_said(server: RunningServer) -> None:
-    with httpx.Client(base_url=server.http_url, timeout=60) as http:
+    with httpx.Client(base_url=server.http_url, timeout=120) as http:
 
         def refused(path: str, status: int, says: str, **sent: Any) -> None:
             answer = http.post(path, **sent)

@@ -98,7 +98,7 @@ def test_many_threads_and_more_than_a_server_would_take(summing: LocalRewardMode
     summing.submit(tokens=[[scorers.WAITS]])
     threading.Timer(0.5, scorers.hold.set).start()
     futures = [summing.submit(tokens=[[100 + i, 100 + j] for j in range(20)]) for i in range(1000)]
-    assert [list(f.result(timeout=60)) for f in futures] == [[200.0 + i + j for j in range(20)] for i in range(1000)]
+    assert [list(f.result(timeout=120)) for f in futures] == [[200.0 + i + j for j in range(20)] for i in range(1000)]
     with ThreadPoolExecutor(8) as pool:
         scores = pool.map(lambda i: list(summing.score(tokens=[[100 + i]])), range(100))
         assert list(scores) == [[100.0 + i] for i in range(100)]
@@ -119,7 +119,7 @@ def test_closing_ends_what_is_under_way(summing: LocalRewardModel) -> None:
     futures = [summing.submit(tokens=[[scorers.WAITS, i]]) for i in range(50)]
     threading.Timer(0.1, scorers.hold.set).start()
     summing.close()
-    assert not wait(futures, timeout=60).not_done
+    assert not wait(futures, timeout=120).not_done
     assert all(isinstance(future.exception(), Cancelled) for future in futures[1:])
     with pytest.raises(Cancelled, match="closed"):
         summing.score(tokens=[[1]])
@@ -135,7 +135,7 @@ def test_cancelled_futures_and_a_close_leave_no_noise(
     assert all(future.cancel() for future in futures[10:])
     threading.Timer(0.1, scorers.hold.set).start()
     summing.close()
-    wait(futures, timeout=60)
+    wait(futures, timeout=120)
     del futures
     gc.collect()
     assert not caplog.records  # asyncio logs each error that nobody has looked at
@@ -148,7 +148,7 @@ def test_it_closes_by_itself_and_not_before_what_it_was_asked() -> None:
     future, gone = model.submit(tokens=[[scorers.WAITS, 5]]), weakref.ref(model)
     del model
     scorers.hold.set()
-    assert list(future.result(timeout=60)) == [scorers.WAITS + 5.0]
+    assert list(future.result(timeout=120)) == [scorers.WAITS + 5.0]
     for _ in range(5000):
         gc.collect()
         if gone() is None and set(threading.enumerate()) <= before:
@@ -165,7 +165,7 @@ def test_a_cancelled_future_drops_its_samples(summing: LocalRewardModel) -> None
     summing.submit(tokens=[[2]])  # behind which the cancellation has come through
     wait_until(lambda: [waiting for waiting, _ in summing._service.loops.depth().values()] == [1])
     scorers.hold.set()
-    blocking.result(timeout=60)
+    blocking.result(timeout=120)
     assert list(summing.score(tokens=[[3]])) == [3.0]
     assert 7 not in scorers.calls
 
@@ -222,7 +222,7 @@ def test_a_program_that_forgets_it_ends() -> None:
 
 def _python(code: str) -> subprocess.CompletedProcess[str]:
     env = environment() | {"PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], str(Path(__file__).parent)])}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
 
 
 def test_a_teacher_answers_as_a_served_one(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from served import Serve
 from tiers import slow_but
 
 Pairs = list[tuple[str, str]]
-CLIENT = httpx.Client(timeout=60)
+CLIENT = httpx.Client(timeout=120)
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzéç日本🙂.,?!"
 Side = Literal["left", "right"]

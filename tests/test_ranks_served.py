@@ -47,7 +47,7 @@ def serving(*args: object, nproc: int = 2, options: tuple[str, ...] = (), **env:
         yield launch, url
 
 
-def wait_until_ready(launch: Launch, url: str, timeout_s: float = 90.0) -> None:
+def wait_until_ready(launch: Launch, url: str) -> None:
     def is_ready() -> bool:
         assert launch.torchrun.poll() is None, launch.output()
         try:
@@ -55,7 +55,7 @@ def wait_until_ready(launch: Launch, url: str, timeout_s: float = 90.0) -> None:
         except httpx.HTTPError:
             return False
 
-    wait_until(is_ready, timeout_s)
+    wait_until(is_ready)
 
 
 def score(url: str, model: str, retry: RetryPolicy | None = None, **asked: Any) -> Scores:
@@ -63,7 +63,7 @@ def score(url: str, model: str, retry: RetryPolicy | None = None, **asked: Any) 
         return client.score(**asked)
 
 
-def exit_code(launch: Launch, timeout_s: float = 40.0) -> int:
+def exit_code(launch: Launch, timeout_s: float = 120.0) -> int:
     return launch.torchrun.wait(timeout_s)
 
 
@@ -133,7 +133,7 @@ def test_a_follower_that_dies_amid_a_forward_is_told_of_and_all_come_back(tmp_pa
                 told.append(e)
 
         def ask_patiently() -> None:
-            scores = score(url, "length", RetryPolicy.patient(90, wait_for_start=True), texts=["abc", "de"])
+            scores = score(url, "length", RetryPolicy.patient(200, wait_for_start=True), texts=["abc", "de"])
             patient.extend(scores.rewards.tolist())
 
         threads = [threading.Thread(target=ask_once)]
@@ -143,10 +143,10 @@ def test_a_follower_that_dies_amid_a_forward_is_told_of_and_all_come_back(tmp_pa
         threads[1].start()
         follower = launch.rank(1)
         follower.send_signal(signal.SIGKILL)
-        threads[0].join(10)
+        threads[0].join(120)
         assert len(told) == 1, launch.output()
         assert re.search(rf"rank 1 \(.*, process {follower.pid}\) has ended", str(told[0])), told
-        threads[1].join(90)
+        threads[1].join(120)
         assert patient == [3.0, 2.0], launch.output()
         wait_until_ready(launch, url)
         assert launch.rank(0).pid != first
@@ -214,7 +214,7 @@ def test_a_rank_that_is_told_to_stop_while_it_loads_leaves_with_all_others(rank:
     slow = tmp_path / "slow"
     words = ("serve", "rank_functions:length", "--port", 0, "--no-grpc")
     with launching("guerdon", 2, *words, env={"SLOW_IMPORT": "3", "SLOW_FILE": str(slow)}) as launch:
-        wait_until(slow.exists, 60.0)
+        wait_until(slow.exists)
         launch.rank(rank).send_signal(signal.SIGTERM)
         assert exit_code(launch) == 0, launch.output()
         assert "Traceback" not in launch.output() and "CRITICAL" not in launch.output()
@@ -230,7 +230,7 @@ def test_ranks_that_are_told_to_stop_again_and_again_end_in_good_order(rank: int
     with launching("guerdon", 2, "serve", "rank_functions:length", "--port", port, "--no-grpc", env=env) as launch:
         if seconds == "0":
             wait_until_ready(launch, f"http://127.0.0.1:{port}")
-        wait_until(slow.exists, 60.0)
+        wait_until(slow.exists)
         ranks = [launch.rank(rank), launch.rank(1 - rank)]
         while launch.torchrun.poll() is None:
             for one in ranks:
@@ -255,11 +255,12 @@ def test_requests_that_outlast_the_grace_period_get_an_error_and_the_launcher_re
         asking.start()
         wait_until(slow.exists)
         launch.rank(0).send_signal(signal.SIGTERM)
-        asking.join(28)
+        asking.join(120)
         assert len(told) == 1 and "unfinished after the grace period of 20 s" in told[0], told
         assert exit_code(launch) == 1
         assert re.search(r"exitcode *: 70 ", launch.output()), launch.output()
-        assert "this server ends without them" in launch.output() and launch.processes() == []
+        assert "this server ends without them" in launch.output()
+        launch.wait_ended()
 
 
 @pytest.mark.slow
@@ -273,7 +274,7 @@ def test_nemo_aligners_servers_run_on_every_rank() -> None:
         launch.rank(0).send_signal(signal.SIGTERM)
         wait_until_ready(launch, critic_url)
         with CriticClient(critic_url) as critic:
-            assert critic.train(**batch_of(8)).result(30) is not None
+            assert critic.train(**batch_of(8)).result(120) is not None
         launch.rank(1).send_signal(signal.SIGTERM)
         assert exit_code(launch) == 0, launch.output()
         assert all(f"RANK {rank} HOLDS" in launch.output() for rank in (0, 1)), launch.output()
@@ -318,7 +319,7 @@ def test_nemo_aligners_servers_split_batches_over_data_parallel_ranks() -> None:
             plain = make().model
             for values, row in zip(told.values, [*rows, [7] * 5], strict=True):
                 np.testing.assert_allclose(values, plain(torch.tensor(row)).detach(), rtol=1e-5)
-            assert critic.train(**batch).result(30).losses == pytest.approx(losses, rel=1e-5)
+            assert critic.train(**batch).result(120).losses == pytest.approx(losses, rel=1e-5)
         launch.rank(1).send_signal(signal.SIGTERM)
         assert exit_code(launch) == 0, launch.output()
         for rank in (0, 1):
@@ -340,7 +341,7 @@ def test_a_signal_to_torchrun_stops_all_ranks_after_accepted_requests_are_answer
         wait_until(slow.exists)
         ranks = [launch.rank(0), launch.rank(1)]
         launch.torchrun.send_signal(number)
-        asking.join(20)
+        asking.join(120)
         assert answers == [[6.0, 1.0]]
         assert exit_code(launch) == 1  # torchrun's own, whatever its processes return
         assert not any(rank.is_running() for rank in ranks) and is_free(url)
@@ -353,9 +354,10 @@ def test_a_signal_to_torchrun_stops_all_ranks_after_accepted_requests_are_answer
 def test_without_restarts_a_lost_rank_is_the_end(rank: int, number: int) -> None:
     with serving("rank_functions:length", "--no-grpc", "--rank-timeout-s", 3) as (launch, url):
         launch.rank(rank).send_signal(number)
-        assert exit_code(launch, 15) == 1
+        assert exit_code(launch) == 1
         assert re.search(r"exitcode *: 70 ", launch.output()), launch.output()
-        assert launch.processes() == [] and is_free(url)
+        launch.wait_ended()
+        assert is_free(url)
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ def test_infer_fn_runs_in_one_thread_at_a_time() -> None:
     start = threading.Barrier(8)
 
     def ask(length: int) -> float:
-        start.wait(60)
+        start.wait(120)
         return server.infer(tokens=np.ones((1, 9)), sequence_lengths=np.array([[length]]))["rewards"].item()
 
     with ThreadPoolExecutor(8) as threads:
@@ -154,7 +154,7 @@ def test_requests_wait_for_company_and_share_a_padded_batch() -> None:
         RewardClient(running.http_url) as client,
     ):
         asked = [client.submit(tokens=[[2] * n]) for n in (3, 5, 2, 4)]
-        rewards = [future.result(30).rewards.tolist() for future in asked]
+        rewards = [future.result(120).rewards.tolist() for future in asked]
     assert rewards == [[6.0], [10.0], [4.0], [8.0]]
     assert shapes == [(4, 5)]
 
@@ -167,7 +167,7 @@ def page() -> Iterator[httpx.Client]:
     config = ServerConfig(port=0, grpc_port=None, dashboard_samples=True)
     with (
         RunningServer(server.build_service(), config) as running,
-        httpx.Client(base_url=running.http_url, timeout=30) as client,
+        httpx.Client(base_url=running.http_url, timeout=120) as client,
     ):
         yield client
 
@@ -218,8 +218,8 @@ def test_the_client_that_nemo_aligner_uses_is_answered() -> None:
         pytriton_client.FuturesModelClient(running.http_url, "reward_model") as client,
     ):
         tokens = np.array([[1, 2, 3, 0], [4, 5, 6, 7]])
-        by_tokens = client.infer_batch(tokens=tokens, sequence_lengths=np.array([[3], [4]])).result(30)
-        by_text = client.infer_batch(sentences=np.array([[b"ab"], [b"c"]])).result(30)
+        by_tokens = client.infer_batch(tokens=tokens, sequence_lengths=np.array([[3], [4]])).result(120)
+        by_text = client.infer_batch(sentences=np.array([[b"ab"], [b"c"]])).result(120)
     assert by_tokens["rewards"].tolist() == [[6.0], [22.0]]
     assert by_text["rewards"].tolist() == [[195.0], [99.0]]
 
@@ -271,7 +271,7 @@ def annotate(url: str, model: str, sentences: list[str]) -> list[list[float]]:
     encoded = np.char.encode(np.array(sentences)[..., np.newaxis], "utf-8")
     with pytriton_client.FuturesModelClient(url.removeprefix("http://"), model) as client:
         asked = [client.infer_batch(sentences=one) for one in np.split(encoded, len(encoded))]
-        results = [future.result(60) for future in asked]
+        results = [future.result(120) for future in asked]
     assert [result["exceeded"].tolist() for result in results] == [[[0]]] * len(sentences)
     return [result["rewards"].flatten().tolist() for result in results]
 

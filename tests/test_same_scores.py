@@ -53,7 +53,7 @@ def expected(folder: Path, server: RunningServer) -> list[float]:
 
 
 def post(server: RunningServer, path: str, body: Any) -> Any:
-    return httpx.post(server.http_url + path, json=body, timeout=60).raise_for_status().json()
+    return httpx.post(server.http_url + path, json=body, timeout=120).raise_for_status().json()
 
 
 def kserve_json(server: RunningServer) -> list[float]:

@@ -115,7 +115,7 @@ def test_concurrent_answers_have_the_same_bits_where_the_configuration_says_so(s
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(100)
+            thread.join(120)
     assert len(found) > 10
     for i, answers in found:
         for name in ("logprobs", "top_ids", "top_logprobs", "entropy", "rest"):

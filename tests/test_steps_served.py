@@ -36,7 +36,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory, serve: Serve)
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)
 def test_every_form_says_so(example: Any, server: RunningServer) -> None:
-    with httpx.Client(base_url=server.http_url, timeout=30) as client:
+    with httpx.Client(base_url=server.http_url, timeout=120) as client:
         example.scored(example.ask(client, WITH))
         assert "no step to reward: prm gives" in example.refused(example.ask(client, WITHOUT), InvalidRequest)
 
@@ -90,7 +90,7 @@ def test_a_separator_in_the_prompt_ends_no_step_of_the_response(way: str, server
             "/get_reward": {"query": [prompt + said], "prompts": [prompt]},
             "/rerank": {"model": "prm", "query": prompt, "documents": [said]},
         }[way]
-        return httpx.post(f"{server.http_url}{way}?model=prm", json=body, timeout=30)
+        return httpx.post(f"{server.http_url}{way}?model=prm", json=body, timeout=120)
 
     told = ask(response).json()
     got = {

@@ -181,7 +181,7 @@ def test_pytriton(url: str, helpful: list[float]) -> None:
         return np.char.encode(np.array(rows)[:, np.newaxis], "utf-8")
 
     pytriton_client = pytest.importorskip("pytriton.client", reason="nvidia-pytriton is not installed")
-    with pytriton_client.ModelClient(url, "reward_model", init_timeout_s=20) as client:
+    with pytriton_client.ModelClient(url, "reward_model", init_timeout_s=120) as client:
         result = client.infer_batch(
             sentences=column(TEXTS), prompts=column(PROMPTS), labels=column([json.dumps(x) for x in LABELS])
         )

@@ -61,7 +61,7 @@ def test_two_ranks_swap_a_model_or_keep_it(
                 is_over.wait(0.05)
         finally:
             is_over.set()
-            asking.join(60)
+            asking.join(120)
         by_version = {first.weights_version: wanted["old"]}
         last = replies[-1].weights_version
         assert last != first.weights_version
@@ -93,5 +93,5 @@ def ask(url: str, what: str, source: str | None = None) -> httpx.Response:
 
 def ends_well(launch: Launch) -> None:
     launch.rank(0).terminate()
-    assert launch.torchrun.wait(60) == 0, launch.output()
+    assert launch.torchrun.wait(120) == 0, launch.output()
     assert "Traceback" not in launch.output(), launch.output()

@@ -188,7 +188,7 @@ def test_concurrent_mixtures_in_both_orders_have_the_same_bits(server: RunningSe
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(120)
     assert len(found) == 8
     for i, answers in found:
         for name in ("logprobs", "top_ids", "top_logprobs", "rest"):

@@ -144,8 +144,8 @@ def test_a_cut_cable_is_told_of_and_mended_it_goes_on(
                 hosts.check(client)
             print(f"told after {waited_s:.1f} s: {error}; trained again {back_s:.1f} s after the cable was whole")
             first.rank(0).terminate()
-            assert first.torchrun.wait(60) == 0
-            assert second.torchrun.wait(60) == 0
+            assert first.torchrun.wait(120) == 0
+            assert second.torchrun.wait(120) == 0
         assert not first.processes() and not second.processes()
 
 

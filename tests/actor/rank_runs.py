@@ -69,7 +69,7 @@ def alone(config: ActorConfig) -> Done:
     return done
 
 
-def together(nproc: int, jobs: list[Job], folder: Path, timeout_s: float = 150.0) -> list[list[Done]]:
+def together(nproc: int, jobs: list[Job], folder: Path, timeout_s: float = 280.0) -> list[list[Done]]:
     """The runs in so many processes of one launch: of each job what every rank says."""
     folder.mkdir()
     (folder / "jobs").write_bytes(pickle.dumps(jobs))

@@ -153,7 +153,7 @@ def test_the_critic_learns_while_the_policy_does(folder: Path, tmp_path: Path, m
     with critic_of(folder, tmp_path / "critic") as url, CriticClient(url) as beside:
 
         def updating(*args: Any, **more: Any) -> None:
-            before, deadline = len(seen), time.monotonic() + 20
+            before, deadline = len(seen), time.monotonic() + 120
             while (step := beside.state().step) <= before and time.monotonic() < deadline:
                 time.sleep(0.01)
             seen.append(step)

@@ -97,7 +97,7 @@ def test_the_second_signal_kills(second: signal.Signals) -> None:
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "SIGINT 130\n"
     process.send_signal(second)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == -second and "saving and stopping" in errors
 
 

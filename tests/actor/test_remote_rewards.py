@@ -20,7 +20,7 @@ from guerdon.settings.config import ModelConfig
 SUM = ModelConfig(model="scorers:score")
 
 
-def remote(url: str, *, name: str = "reward_model", timeout_s: float = 30.0, **settings: Any) -> RemoteRewards:
+def remote(url: str, *, name: str = "reward_model", timeout_s: float = 120.0, **settings: Any) -> RemoteRewards:
     server = RewardServer(name=name, urls=[url])
     return RemoteRewards(RemoteRewardConfig(server, timeout_s=timeout_s, **settings))
 

@@ -286,7 +286,7 @@ def test_new_weights_may_have_another_template(tmp_path: Path, monkeypatch: pyte
         load = server.http_url + "/v2/repository/models/reward_model/load"
         for name in ("new", "old", "new"):
             body = {"parameters": {"model": name}}
-            loaded = httpx.post(load, json=body, headers=bearer(ADMIN), timeout=60)
+            loaded = httpx.post(load, json=body, headers=bearer(ADMIN), timeout=120)
             assert loaded.status_code == 200, loaded.text
             old, new = client.score(texts=[CHATML + ANSWER + "<|im_end|>" + line for line in ("\n", "")]).rewards
             right, wrong = (new, old) if name == "new" else (old, new)

@@ -170,7 +170,7 @@ def test_training_and_saving_wait_for_a_server_that_is_not_up_yet(first: str, tm
     with served_later(ArithmeticService(tmp_path, with_rewards=True)) as port:
         client = RemoteGPTRMCriticClient(config(CRITIC_YAML, port))
         done = client.train(to_train_on()) if first == "train" else client.save()
-        assert (done.result(timeout=60.0) is None) == (first == "save")
+        assert (done.result(timeout=120.0) is None) == (first == "save")
         client.close()
 
 
@@ -233,7 +233,7 @@ def triton() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     process = pytriton_server.start(*ports, script=pytriton_critic.__file__)
     try:
         with CriticClient(f"127.0.0.1:{ports[0]}") as client:
-            client.wait_ready(60.0)
+            client.wait_ready(120.0)
         yield process, ports[0]
     finally:
         pytriton_server.stop(process)
@@ -267,5 +267,5 @@ def test_pytriton_is_never_sent_a_train_twice(triton: tuple[Any, int]) -> None:
     (server,) = [p for p in psutil.Process(process.pid).children(recursive=True) if "tritonserver" in p.name()]
     server.kill()
     with pytest.raises(Unreachable) as caught:
-        future.result(timeout=10.0)
+        future.result(timeout=120.0)
     assert "not retried" in str(caught.value.__notes__)

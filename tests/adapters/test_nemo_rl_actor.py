@@ -63,7 +63,7 @@ def cluster() -> Iterator[None]:
         finally:
             started = set(psutil.Process().children(recursive=True)) - before
             ray.shutdown()
-            _, left = psutil.wait_procs(started, timeout=20)
+            _, left = psutil.wait_procs(started, timeout=120)
             for process in left:
                 process.kill()
             shutil.rmtree(home, ignore_errors=True)
@@ -76,4 +76,4 @@ def test_steps_of_one_sample_each_are_asked_at_once_and_a_lost_actor_is_made_aga
         rewards = [returned.rewards.tolist() for returned in ray.get(steps, timeout=200)]
         assert rewards == [[float(len(str(LOG)))]] * NUM_SAMPLES
         ray.kill(made, no_restart=False)
-        assert ray.get(made.step.remote([LOG], [None]), timeout=100).rewards.tolist() == rewards[0]
+        assert ray.get(made.step.remote([LOG], [None]), timeout=120).rewards.tolist() == rewards[0]

@@ -237,7 +237,7 @@ def test_a_swapped_teacher_gives_its_own_head_and_a_swapped_reference_warns(
             if name == "policy":
                 load_url = f"{running.http_url}/v2/repository/models/teacher/load"
                 body = {"parameters": {"model": "next"}}
-                httpx.post(load_url, json=body, headers=bearer(ADMIN), timeout=60).raise_for_status()
+                httpx.post(load_url, json=body, headers=bearer(ADMIN), timeout=120).raise_for_status()
 
 
 def test_wrong_models_are_told_at_once(server: RunningServer) -> None:

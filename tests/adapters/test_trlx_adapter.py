@@ -326,7 +326,7 @@ def pytriton_host() -> Iterator[str]:
     process = pytriton_server.start(*ports, script=pytriton_input_ids.__file__)
     try:
         with RewardClient(f"grpc://127.0.0.1:{ports[1]}", "hh-rm") as client:
-            client.wait_ready(60.0)
+            client.wait_ready(120.0)
         yield f"127.0.0.1:{ports[1]}/hh-rm"
     finally:
         pytriton_server.stop(process)
@@ -368,4 +368,4 @@ def test_a_server_that_restarts_meanwhile() -> None:
         with futures.ThreadPoolExecutor(1) as pool:
             rewards = pool.submit(reward_fn, ["6"])
             with first.again():
-                assert rewards.result(timeout=60) == [8.0]
+                assert rewards.result(timeout=120) == [8.0]

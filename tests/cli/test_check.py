@@ -182,7 +182,7 @@ def test_ctrl_c_waits_for_no_request(folder: Path) -> None:
             assert process.poll() is None
         time.sleep(0.5)  # most of the requests at once are open now
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=40)
+        process.communicate(timeout=120)
     assert process.returncode == Exit.INTERRUPTED
 
 
@@ -234,7 +234,7 @@ def test_it_speaks_first_and_needs_no_torch(folder: Path) -> None:
     code = "import sys; from guerdon import cli; s = cli.main(sys.argv[1:]); assert 'torch' not in sys.modules; exit(s)"
     with wrong_server.serving(folder / "rm", "sigmoid") as url:
         command = [sys.executable, "-c", code, "check", url]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=100)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
     assert done.returncode == Exit.DONE, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == f"checking {url}" and lines[-1].endswith("0 fell short, 3 not applicable")

@@ -306,7 +306,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 def completed(shell: str, command: list[str], folder: Path) -> set[str]:
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} here")
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=True)
     assert done.stderr == ""
     return {line.partition("\t")[0].rstrip("/ ") for line in done.stdout.splitlines()}
 
@@ -385,7 +385,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def check(process: subprocess.Popen[str], status: int, num_lines: int = 2) -> None:
     """Checks the status, and that stderr has the error and the advice as its last lines, of `num_lines`."""
-    _, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=120)
     lines = [line for line in err.splitlines() if not line.startswith("  ")]  # without notes
     assert (process.returncode, len(lines)) == (status, num_lines), err
     if num_lines:
@@ -447,7 +447,7 @@ def test_a_command_with_a_model_ends_with_its_error(name: str, folder: Path, for
 @pytest.mark.slow
 def test_a_function_that_fails_on_every_row_shows_one_traceback(folder: Path, forked: Path) -> None:
     process = start([str(forked)], "score", "--model", "broken_scorer:score", "in.jsonl", "-o", "out.jsonl")
-    _, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == Exit.FAILED
     assert err.count("failed on a sample") == err.count("broken_scorer.py") == 1
     assert "300 failed, the first: the model failed on this sample: RuntimeError: broken" in err.splitlines()[-1]

@@ -54,7 +54,7 @@ def in_a_process(*argv: str, path: Path | None = None, **variables: str) -> tupl
     if path is not None:
         env["PYTHONPATH"] = f"{path}:{env['PYTHONPATH']}"
     command = [sys.executable, "-m", "guerdon", "doctor", "--json", *argv]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert done.stdout, done.stderr
     told = json.loads(done.stdout)
     found = [Finding(**finding) for finding in told["findings"]]

@@ -39,7 +39,7 @@ class EchoProcess:
 
     def num_requests(self) -> int:
         """How many of its first model's requests run or wait."""
-        text = urllib.request.urlopen(f"{self.http_url}/metrics", timeout=30).read().decode()
+        text = urllib.request.urlopen(f"{self.http_url}/metrics", timeout=120).read().decode()
         found = re.findall(
             r'^guerdon_num_requests_(?:running|waiting)\{model="reward_model"\} (\S+)$', text, re.MULTILINE
         )

@@ -29,7 +29,7 @@ def start(http_port: int, grpc_port: int, script: str = __file__) -> subprocess.
 def stop(process: subprocess.Popen[bytes]) -> None:
     """Has the server end Triton and remove its workspace, which takes seconds; this process waits for it at its end."""
     process.send_signal(signal.SIGINT)
-    atexit.register(process.wait, timeout=30.0)
+    atexit.register(process.wait, timeout=120.0)
 
 
 def infer(**inputs: np.ndarray) -> dict[str, np.ndarray]:

@@ -37,7 +37,7 @@ from server.arithmetic_critic import ArithmeticService
 from server.echo_service import EchoService
 from server.keys import SCORE, TRAIN, keyed
 
-PATIENT = RetryPolicy.patient(60.0, wait_for_start=True)
+PATIENT = RetryPolicy.patient(200, wait_for_start=True)
 """By which a refusal that is tried again would hold the test up."""
 
 
@@ -90,7 +90,7 @@ def test_a_refused_key_is_said_at_once(url: str, key: str | None) -> None:
         with pytest.raises(Unauthenticated, match=rf"key.*\({url}; a key comes by GUERDON_API_KEY or credentials="):
             wanted(url, Credentials(key))
     with RewardClient(url, credentials=Credentials(key)) as client, pytest.raises(Unauthenticated):
-        client.wait_ready(60.0)
+        client.wait_ready(120.0)
     with RewardClient(url, credentials=Credentials(key)) as client, pytest.raises(Unauthenticated):
         client.info()
     assert time.monotonic() - started < 20
@@ -101,7 +101,7 @@ def test_a_role_that_is_too_small_is_said_at_once(tmp_path: Path) -> None:
     with RunningServer(ArithmeticService(server=config), config) as server:
         for url in (server.http_url, str(server.grpc_url)):
             with CriticClient(url, policy=PATIENT, credentials=Credentials(SCORE)) as client:
-                client.wait_ready(20.0)
+                client.wait_ready(120.0)
                 assert len(client.infer(tokens=[[1, 2]])) == 1
                 with pytest.raises(Forbidden, match=rf"critic_state needs a key of the role train.*\({url}; a key"):
                     client.state()
@@ -163,7 +163,7 @@ def _check_refused(url: str, refused: list[Credentials]) -> None:
         with pytest.raises(Unreachable, match="GUERDON_CA_FILE"):
             score(url, credentials)
         with RewardClient(url, credentials=credentials) as client, pytest.raises(Unreachable):
-            client.wait_ready(60.0)
+            client.wait_ready(120.0)
     assert time.monotonic() - started < 30
 
 
@@ -219,7 +219,7 @@ def test_nobody_is_asked_for_an_encrypted_keys_password(tmp_path: Path) -> None:
     keyboard, typed = os.pipe()  # at which nobody sits
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], stdin=keyboard, stderr=subprocess.PIPE, text=True, timeout=20, check=False,
+            [sys.executable, "-c", code], stdin=keyboard, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
             env=environment(), start_new_session=True,
         )  # fmt: skip
     finally:
@@ -286,8 +286,8 @@ def test_http_calls_go_through_the_proxy_of_the_environment(proxy: socket.socket
 
         request = thread.submit(answer)
         with RewardClient("http://model.test:8000") as client:
-            client.wait_ready(10.0)
-        assert request.result(10.0).startswith(b"GET http://model.test:8000/v2/models/reward_model/ready ")
+            client.wait_ready(120.0)
+        assert request.result(120.0).startswith(b"GET http://model.test:8000/v2/models/reward_model/ready ")
 
 
 @pytest.mark.parametrize(

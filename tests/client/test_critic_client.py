@@ -94,7 +94,7 @@ def weight_of(client: CriticClient) -> float:
 
 def test_values_of_tokens_and_texts(url: str) -> None:
     with CriticClient(url) as client:
-        client.wait_ready(60.0)
+        client.wait_ready(120.0)
         scores = client.infer(tokens=[[1, 2, 3], np.array([7])], groups=[0, 1], prompt_lengths=[1, 0])
         assert [row.tolist() for row in scores.values] == [[1, 2, 3], [7]]
         assert {row.dtype for row in scores.values} == {np.dtype(np.float32)}
@@ -143,7 +143,7 @@ def test_an_unknown_critic_is_named(url: str) -> None:
         with pytest.raises(UnknownModel, match="unknown model 'other_infer'; served here: critic_infer"):
             client.infer(tokens=[[1]])
         with pytest.raises(UnknownModel, match="other_infer"):
-            client.wait_ready(60.0)
+            client.wait_ready(120.0)
 
 
 # --- training ---------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_the_order_of_the_calls_is_the_order_at_the_server(url: str, service: Sc
             else:
                 found.append((weight, client.submit(tokens=[[1]])))
         for expected, future in found:
-            np.testing.assert_allclose(future.result(timeout=60.0).values[0][0], expected, rtol=1e-6)
+            np.testing.assert_allclose(future.result(timeout=120.0).values[0][0], expected, rtol=1e-6)
     assert service.num_calls == 145
 
 
@@ -359,14 +359,14 @@ def test_a_killed_server_loses_nothing_and_trains_on_nothing_twice(kind: str, tm
     process = CriticProcess(str(tmp_path))
     try:
         with CriticClient(process.http_url if kind == "http" else process.grpc_url, policy=QUICK) as client:
-            client.wait_ready(60.0)
+            client.wait_ready(120.0)
             futures = [client.train(**arrays_of(asked)) for asked in all_asked]
             last = client.submit(tokens=[[1]])
             for i in (3, 7):  # a slow one
                 wait_until(futures[i - 1].done)
                 process.kill()
                 process = process.again()
-            assert last.result(timeout=60.0).values[0][0] == np.float32(after(all_asked))
+            assert last.result(timeout=120.0).values[0][0] == np.float32(after(all_asked))
             assert [future.result().step for future in futures] == list(range(1, 13))
             assert client.state().step == 12
     finally:
@@ -409,9 +409,9 @@ def test_a_cancelled_call_is_not_sent_and_delays_nobody(url: str, service: Scrip
         assert not first.cancel()
         assert second.cancel()
         assert scores.cancel()
-        assert wait([second, scores], timeout=60.0).done
+        assert wait([second, scores], timeout=120.0).done
         service.trainer.go.set()
-        assert third.result(timeout=60.0).step == 2
+        assert third.result(timeout=120.0).step == 2
         assert weight_of(client) == 4.5 / 2 + 2
 
 
@@ -429,7 +429,7 @@ def test_closing_ends_every_future_at_once(
     for i, future in enumerate(futures):
         if i != 5:
             with pytest.raises(Cancelled, match="closed"):
-                future.result(timeout=60.0)
+                future.result(timeout=120.0)
     assert f"train request {futures[0].train_id} failed: the client was closed" in caplog.text
     with pytest.raises(Cancelled):
         client.infer(tokens=[[1]])
@@ -443,7 +443,7 @@ def test_a_future_keeps_its_client_alive(url: str, service: ScriptedService, you
     future = client.submit(tokens=[[1]])
     del client
     gc.collect()
-    assert future.result(timeout=60.0).values[0][0] == 4.5
+    assert future.result(timeout=120.0).values[0][0] == 4.5
 
 
 def test_clients_are_pickled_and_copied_by_their_settings(url: str) -> None:
@@ -461,14 +461,14 @@ row = dict(tokens=[[1, 2]], returns=[[4.0]], prev_values=[[0.0]], mask=[[1]])
 assert client.train(**row).result().step == 1
 child = os.fork()
 if child == 0:
-    ok = client.infer(tokens=[[1]]).values[0][0] == 4.5 and client.train(**row).result(10).step == 2
+    ok = client.infer(tokens=[[1]]).values[0][0] == 4.5 and client.train(**row).result(120).step == 2
     os._exit(0 if ok else 1)
 assert os.waitpid(child, 0)[1] == 0
 assert client.state().step == 2
 assert not [name for name in ("torch", "transformers", "grpc", "guerdon.server") if name in sys.modules]
 client.train(**(row | dict(tokens=[[{SLOW_TOKEN}, 2]])), train_id="unanswered")
 """
-    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=60.0)
+    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=120.0)
     assert done.returncode == 0, done.stderr
     assert "train request unanswered failed: the client was closed" in done.stderr
 
@@ -481,7 +481,7 @@ async def test_the_async_client_keeps_the_same_order(url: str, service: Scripted
     service.script["critic_infer"] = [Overloaded("b", 0.0) for _ in range(10)]
     rng, weight = random.Random(8), 1.0
     async with AsyncCriticClient(url, policy=QUICK) as client:
-        await client.wait_ready(60.0)
+        await client.wait_ready(120.0)
         expected, tasks, trains = [], [], []
         for _ in range(60):
             if rng.random() < 0.25:

@@ -108,7 +108,7 @@ def test_nemo_aligners_actor(url: str) -> None:
 @pytest.mark.parametrize("lazy", [True, False])
 def test_pytritons_client_for_each_model(url: str, lazy: bool) -> None:
     def client(name: str) -> ModelClient:
-        return ModelClient(url, f"critic_{name}", lazy_init=lazy, init_timeout_s=20)
+        return ModelClient(url, f"critic_{name}", lazy_init=lazy, init_timeout_s=120)
 
     data = arrays_of(request("", 4.0, 2.0))
     with client("validate") as validate, client("train") as train, client("infer") as infer:
@@ -143,8 +143,8 @@ def test_pytritons_client_for_each_model(url: str, lazy: bool) -> None:
 async def test_pytritons_asyncio_client(url: str) -> None:
     asked = request("", 4.0)
     async with (
-        AsyncioModelClient(url, "critic_train", init_timeout_s=20) as train,
-        AsyncioModelClient(url, "critic_infer", init_timeout_s=20) as infer,
+        AsyncioModelClient(url, "critic_train", init_timeout_s=120) as train,
+        AsyncioModelClient(url, "critic_infer", init_timeout_s=120) as infer,
     ):
         assert (await train.infer_sample(**arrays_of(asked)))["loss_mean"].tolist() == [2.0]
         values = await asyncio.gather(*(infer.infer_batch(tokens=TOKENS, sequence_lengths=LENGTHS) for _ in range(5)))

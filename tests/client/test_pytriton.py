@@ -21,7 +21,7 @@ def urls() -> Iterator[dict[str, str]]:
     process = pytriton_server.start(*ports)
     try:
         with RewardClient(f"127.0.0.1:{ports[0]}") as client:
-            client.wait_ready(60.0)
+            client.wait_ready(120.0)
         yield {"http": f"http://127.0.0.1:{ports[0]}", "grpc": f"grpc://127.0.0.1:{ports[1]}"}
     finally:
         pytriton_server.stop(process)
@@ -51,7 +51,7 @@ def test_a_nan_is_a_failed_sample(url: str) -> None:
 def test_many_at_once_of_different_widths(url: str) -> None:
     with RewardClient(url) as client:
         futures = [client.submit(tokens=[[1] * (i % 7 + 1)] * 2) for i in range(200)]
-        assert [list(f.result(timeout=30.0)) for f in futures] == [[i % 7 + 1.0] * 2 for i in range(200)]
+        assert [list(f.result(timeout=120.0)) for f in futures] == [[i % 7 + 1.0] * 2 for i in range(200)]
 
 
 def test_inputs_that_it_lacks_are_refused_by_the_client(url: str) -> None:

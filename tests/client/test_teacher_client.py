@@ -226,10 +226,10 @@ def test_a_client_is_one_of_the_others(server: RunningServer) -> None:
     """It waits, describes its model, shares work among servers without a lost one, and may be pickled."""
     dead = f"http://127.0.0.1:{free_port()}"
     with TeacherClient([dead, server.http_url], "text") as client:
-        client.wait_ready(60)
+        client.wait_ready(120)
         assert "logprobs" in client.info().outputs and client.config()["parameters"]["tokenizer"]
         for future in [client.submit(tokens=[[5, 6]]) for _ in range(3)]:
-            assert future.result(60).errors == [None]
+            assert future.result(120).errors == [None]
         assert client.head().weight.shape == (zoo.VOCAB_SIZE, zoo.HIDDEN)
         with pickle.loads(pickle.dumps(client)) as copy:  # noqa: S301 - our own
             assert repr(copy) == repr(client)

@@ -102,12 +102,12 @@ def test_an_update_is_retried_unless_its_tensors_are_gone(
 ) -> None:
     send = WeightsClient(server.http_url, "rm", policy=RetryPolicy(backoff_s=0.01, jitter=0))
     tensors = load_file(base / "model.safetensors")
-    httpx.post(server.http_url + "/sleep", timeout=60)
+    httpx.post(server.http_url + "/sleep", timeout=120)
     waits: list[float] = []
 
     def wait(seconds: float) -> None:
         waits.append(seconds)
-        httpx.post(server.http_url + "/wake_up", timeout=60)
+        httpx.post(server.http_url + "/wake_up", timeout=120)
 
     monkeypatch.setattr(weights_client, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
     with pytest.raises(Unavailable, match="asleep"):

@@ -52,7 +52,7 @@ def test_what_is_short_passes_a_builder_that_waits_for_something_long() -> None:
     def compute_long(name: str) -> None:
         with here.computing(is_long=True):
             begun.set()
-            is_over.wait(60)
+            is_over.wait(120)
             order.append(name)
 
     def build() -> None:
@@ -61,7 +61,7 @@ def test_what_is_short_passes_a_builder_that_waits_for_something_long() -> None:
 
     first, builder = threading.Thread(target=compute_long, args=("first",)), threading.Thread(target=build)
     first.start()
-    begun.wait(60)
+    begun.wait(120)
     builder.start()
     while not here.is_building:
         time.sleep(0.001)

@@ -99,7 +99,7 @@ with asking(asked.set):
         runner.run(main())
     asked.clear()
     os.kill(os.getpid(), signal.{name})  # behind the loop, too
-    assert asked.wait(60)
+    assert asked.wait(120)
 assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 assert signal.set_wakeup_fd(-1) == -1
 print("heard", flush=True)

@@ -169,7 +169,7 @@ class Reader:
         asked, answered = text.splitlines()
         (_, path, body), (status, form) = asked.split(None, 2), answered.split(None, 1)
         request = urllib.request.Request(f"http://127.0.0.1:{self.last}{path}", body.encode(), method="POST")
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             got = json.loads(answer.read())
             assert (answer.status, _form(got)) == (int(status), _form(json.loads(form))), f"{where}: {got}"
 
@@ -202,7 +202,7 @@ class Reader:
         if (server := self.servers.pop(port, None)) is not None:
             server.send_signal(signal.SIGINT)
             try:
-                server.wait(20)
+                server.wait(120)
             finally:
                 server.kill()
 

@@ -76,7 +76,7 @@ def judge(reader: Reader) -> None:
 
 
 def check_the_browsers_page(reader: Reader) -> None:
-    with urllib.request.urlopen(f"http://127.0.0.1:{reader.ports['5555']}/", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{reader.ports['5555']}/", timeout=120) as answer:
         assert "text/html" in answer.headers["content-type"] and b"guerdon" in answer.read()
 
 

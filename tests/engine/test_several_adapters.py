@@ -173,7 +173,7 @@ def test_they_are_served_by_their_names_and_in_sums(base: Path, folders: list[Pa
 
     def ask(name: str) -> Any:
         body = {"model": name, "input": texts}
-        reply = httpx.post(f"{server.http_url}/pooling", json=body, timeout=60)
+        reply = httpx.post(f"{server.http_url}/pooling", json=body, timeout=120)
         versions[name] = reply.headers["guerdon-weights-version"]
         return [one["data"][0] if isinstance(one["data"], list) else one["data"] for one in reply.json()["data"]]
 

@@ -376,7 +376,7 @@ def test_the_script_shows_its_progress_on_a_terminal(server):
     reader = threading.Thread(target=read)
     reader.start()
     argv = [sys.executable, SCRIPT, server.http_url, "--model", "slow", *SHORT, "--requests", "9"]
-    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=its, text=True, env=environment(), timeout=60)
+    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=its, text=True, env=environment(), timeout=120)
     os.close(its)
     reader.join()
     os.close(ours)
@@ -387,7 +387,7 @@ def test_the_script_shows_its_progress_on_a_terminal(server):
 
 def test_the_script_ends_with_its_error():
     argv = [sys.executable, SCRIPT, f"http://127.0.0.1:{free_port()}", "--wait-s", "0"]
-    done = subprocess.run(argv, capture_output=True, text=True, env=environment(), timeout=60)
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment(), timeout=120)
     what, advice = done.stderr.splitlines()
     assert done.returncode == Exit.CANNOT_START and what.startswith("guerdon: ") and advice.startswith("help: ")
 

@@ -123,7 +123,7 @@ class ArithmeticTrainer:
             if FAIL_TOKEN in marks:
                 raise TrainFailed(f"global batch {i} failed; the {i} before it stand", i)
             if WAIT_TOKEN in marks:
-                assert self.go.wait(30)
+                assert self.go.wait(120)
             if SLOW_TOKEN in marks:
                 time.sleep(self.slow_s)
             if SKIP_TOKEN in marks:

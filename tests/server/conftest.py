@@ -16,5 +16,5 @@ def service() -> EchoService:
 
 @pytest.fixture(scope="module")
 def client(running_server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running_server.http_url, timeout=30) as client:
+    with httpx.Client(base_url=running_server.http_url, timeout=120) as client:
         yield client

@@ -55,7 +55,7 @@ class RawClient:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self.is_closed.wait(30)
+        self.is_closed.wait(120)
         self._socket.close()
 
     def _send(self, data: bytes) -> None:

@@ -68,10 +68,10 @@ def held(service: Service, name: str = "reward_model") -> Any:
 
     def wait(_: Any) -> None:
         stands.set()
-        go_on.wait(60)
+        go_on.wait(120)
 
     service.loops.of[name].order(name, Order(wait))
-    stands.wait(30)
+    stands.wait(120)
     try:
         yield
     finally:

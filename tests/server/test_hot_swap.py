@@ -100,7 +100,7 @@ async def test_a_text_that_the_old_tokenizer_read_is_read_again(root: Path, tmp_
         def slow(*asked: Any, **more: Any) -> Any:
             ids = yield from encode(*asked, **more)
             has_read.set()
-            go_on.wait(30)
+            go_on.wait(120)
             return ids
 
         encoder.encode_in_steps = slow  # type: ignore[method-assign]

@@ -70,7 +70,7 @@ class Serving:
     def score(self, rows: list[np.ndarray]) -> list[Score | GuerdonError]:
         job = Job([Sequence(row) for row in rows], owner=threading.Event())
         self.loop.submit("m", job)
-        assert job.owner.wait(60)  # type: ignore[attr-defined]
+        assert job.owner.wait(120)  # type: ignore[attr-defined]
         return list(job.results)
 
     def rewards(self, rows: list[np.ndarray]) -> np.ndarray:

@@ -203,7 +203,7 @@ def test_every_line_of_a_server_is_json(tmp_path: Path) -> None:
             body = {"inputs": [{"name": "sentences", "datatype": "BYTES", "shape": [1, 1], "data": [text]}]}
             assert httpx.post(found[1] + INFER, json=body).status_code == status
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
         said += [json.loads(line) for line in process.stdout]
     finally:
         process.kill()

@@ -270,21 +270,21 @@ def test_all_transports_name_the_lost_rank_and_the_server_ends(monkeypatch: pyte
 
     def slowly(sequences: list[Sequence]) -> Any:
         begun.set()
-        return score(sequences) if go.wait(20) else []
+        return score(sequences) if go.wait(120) else []
 
     monkeypatch.setattr(service.scorer, "score", slowly)
     running = RunningServer(service, ServerConfig(port=0, grpc_port=0))
     url = running.http_url
 
     def ask(path: str, body: bytes) -> None:
-        told.append(httpx.post(url + path, content=body, timeout=60))
+        told.append(httpx.post(url + path, content=body, timeout=120))
 
     openai = b'{"model": "reward_model", "input": "x"}'
     slow = body_of([[5, 1]])
     threads = [threading.Thread(target=ask, args=(INFER, slow)) for _ in range(3)]
     for thread in threads:
         thread.start()
-        assert begun.wait(30)  # the others are in no batch with the first
+        assert begun.wait(120)  # the others are in no batch with the first
     wait_until(lambda: sum(n for n, _ in service.loops.depth().values()) == 2)
     with httpx.Client() as kept, InferenceServerClient(str(running.grpc_url).removeprefix("grpc://")) as client:
         kept.get(url + "/v2/health/live")

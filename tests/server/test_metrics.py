@@ -61,7 +61,7 @@ def test_the_body_is_in_a_requests_latency_and_not_in_its_wait() -> None:
     service = build_service(config)
     with (
         RunningServer(service, config) as server,
-        socket.create_connection(("127.0.0.1", httpx.URL(server.http_url).port), timeout=30) as connection,
+        socket.create_connection(("127.0.0.1", httpx.URL(server.http_url).port), timeout=120) as connection,
     ):
         connection.sendall(head.encode())
         assert connection.recv(4096).startswith(b"HTTP/1.1 100")  # from now on its time counts
@@ -155,7 +155,7 @@ def test_tritons_counters_have_tritons_names() -> None:
 def test_what_is_made_of_the_code_is_up_to_date_and_a_change_is_seen(script: str, tmp_path: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(ROOT / f"scripts/{script}.py"), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
     checked = run("--check")
     assert checked.returncode == 0, checked.stderr

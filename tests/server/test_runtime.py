@@ -93,7 +93,7 @@ def test_close_finishes_accepted_work_and_refuses_new():
     service = EchoService()
     server = RunningServer(service, ServerConfig(port=0, grpc_port=0))
     with (
-        httpx.Client(base_url=server.http_url, timeout=60) as client,
+        httpx.Client(base_url=server.http_url, timeout=120) as client,
         service.scorer.held() as go,
         ThreadPoolExecutor(1) as pool,
     ):
@@ -106,7 +106,7 @@ def test_close_finishes_accepted_work_and_refuses_new():
         assert closing.is_alive()
         go.set()
         assert accepted.result().status_code == 200
-        closing.join(60)
+        closing.join(120)
     assert not closing.is_alive()
 
 
@@ -123,11 +123,11 @@ def test_close_gives_up_on_work_beyond_the_grace_time():
             service.cancelled += 1
 
     service.score = endless
-    with httpx.Client(base_url=server.http_url, timeout=60) as client, ThreadPoolExecutor(1) as pool:
+    with httpx.Client(base_url=server.http_url, timeout=120) as client, ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(client.post, INFER, content=body_of([[5]]))
-        assert is_reached.wait(60)
+        assert is_reached.wait(120)
         server.close()
-        response = accepted.result(timeout=60)
+        response = accepted.result(timeout=120)
     assert response.status_code == 503
     assert response.json() == {"error": "the server is stopping"}
     assert response.headers["guerdon-error"] == "Unavailable"
@@ -138,11 +138,11 @@ def test_close_gives_up_on_work_beyond_the_grace_time():
 def test_a_signal_ends_the_process_in_order(number):
     is_computing = re.compile(r'^guerdon_num_requests_running\{model="reward_model"\} 1\.0$', re.MULTILINE)
     with echo_process() as (process, url, _):
-        with httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(1) as pool:
+        with httpx.Client(base_url=url, timeout=120) as client, ThreadPoolExecutor(1) as pool:
             assert client.post(INFER, content=body_of([[5]])).status_code == 200
             accepted = pool.submit(client.post, INFER, content=body_of([[SLOW_TOKEN]]))
             wait_until(lambda: accepted.done() or is_computing.search(client.get("/metrics").text) is not None)
             process.send_signal(number)
             assert accepted.result().status_code == 200
         assert process.stdout.readline() == "ended\n"
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0

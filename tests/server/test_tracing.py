@@ -97,7 +97,7 @@ def over_stream(server: RunningServer) -> None:
     with tritonclient.grpc.InferenceServerClient((server.grpc_url or "").removeprefix("grpc://")) as client:
         client.start_stream(lambda result, error: answered.put(error), headers=SAMPLED)
         client.async_stream_infer("reward_model", [tokens])
-        assert answered.get(timeout=30) is None
+        assert answered.get(timeout=120) is None
 
 
 OF_HTTP = {"http.request.method": "POST", "http.route": "/v2/models/{name}/infer", "http.response.status_code": 200}
@@ -190,7 +190,7 @@ def test_a_batch_is_linked_to_all_its_requests(collector: Collector, held: None)
         first = waited_for(client)
         waiting = [client.submit(tokens=[[i + 100], [i + 100, 1]]) for i in range(count)]
         url = server.http_url + "/metrics"
-        wait_until(lambda: f'guerdon_queue_sequences{{model="reward_model"}} {2 * count}.0' in httpx.get(url).text, 20)
+        wait_until(lambda: f'guerdon_queue_sequences{{model="reward_model"}} {2 * count}.0' in httpx.get(url).text)
         scorers.hold.set()
         for future in [first, *waiting]:
             future.result()

@@ -415,7 +415,7 @@ def test_a_small_body_that_holds_a_long_text_takes_little_memory(long_folder: Pa
         assert max(peaks) - peaks[0] < 400e6
     finally:
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
 
 
 @contextlib.asynccontextmanager

@@ -40,7 +40,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def digest(*paths: Path) -> list[str]:
-    return digests.digest_files(paths).result(30)
+    return digests.digest_files(paths).result(120)
 
 
 def write(path: Path, data: bytes) -> Path:

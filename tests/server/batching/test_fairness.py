@@ -335,7 +335,7 @@ BATCH_S = 0.1
 def slowly(tokens: list[np.ndarray]) -> list[float]:
     """A user's function: the first ids, after a while, and not before `scorers.hold` is set."""
     scorers.calls.append(len(tokens))
-    scorers.hold.wait(60)
+    scorers.hold.wait(120)
     time.sleep(BATCH_S)
     return [float(t[0]) for t in tokens]
 
@@ -350,7 +350,7 @@ async def ask(client: httpx.AsyncClient, key: str, num_rows: int) -> tuple[int, 
 
 async def both(url: str) -> None:
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
         flood = [asyncio.create_task(ask(client, KEYS["flood"], 4)) for _ in range(60)]
         await asyncio.to_thread(wait_until, lambda: sum(task.done() for task in flood) >= 10)  # they are refused
         scorers.hold.set()
@@ -381,7 +381,7 @@ def test_a_flood_is_refused_and_another_client_is_served_soon(tmp_path: Path) ->
 
 async def behind_a_train(url: str, service: ArithmeticService) -> None:
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
 
         async def asked(model: str, key: str, body: bytes, json_length: int) -> int:
             headers = bearer(key) | {"Inference-Header-Content-Length": str(json_length)}

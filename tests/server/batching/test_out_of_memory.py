@@ -75,7 +75,7 @@ class Running:
         """Of each sequence its reward, or its error."""
         job = Job([Sequence(np.arange(n) + 10_000 * i) for i, n in enumerate(lengths)], owner=threading.Event())
         self.loop.submit("m", job)
-        assert job.owner.wait(20)  # type: ignore[attr-defined]
+        assert job.owner.wait(120)  # type: ignore[attr-defined]
         return [r.reward if isinstance(r, Score) else r for r in job.results]
 
     def told(self, name: str) -> float | None:
@@ -377,9 +377,9 @@ def test_the_process_ends_with_an_error() -> None:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         try:
-            told = httpx.post(url + INFER, content=body_of([[5]]), timeout=60)
+            told = httpx.post(url + INFER, content=body_of([[5]]), timeout=120)
             assert (told.status_code, told.headers["guerdon-error"]) == (500, "ServerFault")
-            _, said = process.communicate(timeout=60)
+            _, said = process.communicate(timeout=120)
         finally:
             process.kill()
     assert process.returncode == 1

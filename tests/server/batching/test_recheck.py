@@ -69,7 +69,7 @@ class Checked:
     def score(self, *firsts: int, model: str = "m") -> None:
         self.group.answered.clear()
         self.loop.submit(model, Job([Sequence(np.array([n, i])) for i, n in enumerate(firsts)]))
-        assert self.group.answered.wait(20)
+        assert self.group.answered.wait(120)
 
     def told(self, outcome: str) -> float:
         value = self.metrics._registry.get_sample_value(

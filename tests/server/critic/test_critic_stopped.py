@@ -77,7 +77,7 @@ def served(
 def train(url: str, asked: TrainRequest) -> TrainReport:
     with CriticClient(url, policy=RetryPolicy(tries=1)) as client:
         rows = (asked.tokens, asked.returns, asked.prev_values, asked.mask)
-        return client.train(*rows, train_id=asked.id).result(60)
+        return client.train(*rows, train_id=asked.id).result(120)
 
 
 # That both signals end a server in order, test_runtime.py checks.
@@ -95,8 +95,8 @@ def test_a_train_that_is_told_to_be_taken_back_is_not_done(tmp_path: Path, numbe
         process.send_signal(number)
         for future in told:
             with pytest.raises(RanksLost, match=r"unfinished after the grace period of 0\.5 s; it was withdrawn"):
-                future.result(60)
-        assert process.wait(60) == 0
+                future.result(120)
+        assert process.wait(120) == 0
         assert process.stdout is not None and process.stdout.read() == "ended\n"
     assert [path.name for path in (tmp_path / "journal").glob("*.safetensors")] == ["000000000001-done.safetensors"]
     with Driver(tmp_path) as critic:
@@ -113,8 +113,8 @@ def test_a_train_that_is_done_within_the_grace_is_answered_and_kept(tmp_path: Pa
         answer = threads.submit(train, url, LONG)
         wait_until((tmp_path / "journal" / "000000000001.safetensors").exists)
         process.send_signal(signal.SIGTERM)
-        assert answer.result(60).step == 1
-        assert process.wait(60) == 0
+        assert answer.result(120).step == 1
+        assert process.wait(120) == 0
     with Driver(tmp_path) as critic:
         assert critic.trainer.weight == after([LONG])
         assert critic.train(LONG).step == 1
@@ -132,6 +132,6 @@ def test_the_command_ends_with_0_also_amid_a_train(tmp_path: Path) -> None:
         wait_until((tmp_path / "critic" / "journal" / "000000000001.safetensors").exists)
         process.send_signal(signal.SIGTERM)
         with pytest.raises(RanksLost, match="withdrawn"):
-            told.result(60)
-        assert process.wait(60) == 0
+            told.result(120)
+        assert process.wait(120) == 0
     assert not list((tmp_path / "critic" / "journal").glob("*.safetensors"))

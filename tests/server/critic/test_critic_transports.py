@@ -39,9 +39,9 @@ class Refused(Exception):
 
 class OverHttp:
     def __init__(self, server: RunningServer) -> None:
-        self._client = httpx.Client(base_url=server.http_url, timeout=10)
+        self._client = httpx.Client(base_url=server.http_url, timeout=120)
 
-    def call(self, model: str, asked: InferRequest, timeout_s: float = 10) -> InferReply:
+    def call(self, model: str, asked: InferRequest, timeout_s: float = 120) -> InferReply:
         body, length = kserve.encode_request(asked)
         headers = {} if length is None else {"Inference-Header-Content-Length": str(length)}
         answer = self._client.post(f"/v2/models/{model}/infer", content=body, headers=headers, timeout=timeout_s)
@@ -56,7 +56,7 @@ class OverGrpc:
         channel = grpc.insecure_channel((server.grpc_url or "").removeprefix("grpc://"))
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
-    def call(self, model: str, asked: InferRequest, timeout_s: float = 10) -> InferReply:
+    def call(self, model: str, asked: InferRequest, timeout_s: float = 120) -> InferReply:
         try:
             return kserve_grpc.decode_reply(
                 self._stub.ModelInfer(kserve_grpc.encode_request(asked, model), timeout=timeout_s)

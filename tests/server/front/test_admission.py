@@ -113,14 +113,14 @@ def server() -> Iterator[RunningServer]:
 
 def answer_to_head(server: RunningServer, num_bytes: int) -> bytes:
     """What comes back to a request whose body is announced and never sent; ADMITTED if the server asks for the body."""
-    with socket.create_connection(("127.0.0.1", httpx.URL(server.http_url).port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", httpx.URL(server.http_url).port), timeout=120) as connection:
         head = "POST %s HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
         connection.sendall((head % (INFER, num_bytes)).encode())
         return connection.recv(65536)
 
 
 def test_a_full_queue_refuses_a_request_by_its_head(server: RunningServer) -> None:
-    ask = httpx.Client(base_url=server.http_url, timeout=60).post
+    ask = httpx.Client(base_url=server.http_url, timeout=120).post
     fits, too_many, beyond_all, too_large = 8 * 40, 8 * 60, 8 * (QUEUE_TOKENS + 1), 2 << 20
     assert answer_to_head(server, too_many) == ADMITTED  # of an empty queue any request has the room
     with ThreadPoolExecutor(2) as pool:
@@ -135,7 +135,7 @@ def test_a_full_queue_refuses_a_request_by_its_head(server: RunningServer) -> No
 
 def test_a_body_that_is_too_large_is_told_so_while_the_queue_is_over_its_limits(server: RunningServer) -> None:
     """Sent again later, it would still be too large."""
-    ask = httpx.Client(base_url=server.http_url, timeout=60).post
+    ask = httpx.Client(base_url=server.http_url, timeout=120).post
     with ThreadPoolExecutor(2) as pool:
         asked = begin(server, pool, ask, 2 * QUEUE_TOKENS)
         assert answer_to_head(server, 8).startswith(b"HTTP/1.1 503")
@@ -150,7 +150,7 @@ def test_nobody_is_refused_for_padding_while_half_the_queue_is_free(server: Runn
     tokens, lengths = np.full((num_rows, 10), 5), np.ones((num_rows, 1), np.int64)
     tensors = {"tokens": Tensor.of("tokens", tokens), "sequence_lengths": Tensor.of("sequence_lengths", lengths)}
     body, json_length = kserve.encode_request(InferRequest(tensors))
-    ask = httpx.Client(base_url=server.http_url, timeout=60).post
+    ask = httpx.Client(base_url=server.http_url, timeout=120).post
     with ThreadPoolExecutor(3) as pool:
         asked = begin(server, pool, ask, 90)
         headers = {"Inference-Header-Content-Length": str(json_length)}
@@ -166,7 +166,7 @@ def test_a_long_request_that_would_be_late_is_refused_before_it_is_parsed() -> N
     scorers.hold.clear()
     begun = len(scorers.calls)
     with served.running(model) as server, ThreadPoolExecutor(3) as pool:
-        ask = httpx.Client(base_url=server.http_url, timeout=60).post
+        ask = httpx.Client(base_url=server.http_url, timeout=120).post
 
         def status(timeout_us: int, more: bytes = b"") -> tuple[int, float]:
             body = b'{"parameters": {"timeout": %d%s}, "inputs": [{"data": [%s' % (timeout_us, more, b"5," * 9000)

@@ -41,7 +41,7 @@ def server(max_requests: int, model: Path) -> Iterator[tuple[int, psutil.Process
         yield int(found[1]), psutil.Process(process.pid)
     finally:
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
 
 
 async def ask(port: int) -> tuple[int, float]:

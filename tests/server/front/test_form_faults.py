@@ -44,7 +44,7 @@ def hasty(serve: Serve) -> tuple[EchoService, RunningServer]:
 
 @pytest.fixture
 def client(running_server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running_server.http_url, timeout=30) as client:
+    with httpx.Client(base_url=running_server.http_url, timeout=120) as client:
         yield client
 
 
@@ -58,7 +58,7 @@ def test_killed_refused_and_started_again():
     with ThreadPoolExecutor(len(EXAMPLES)) as pool, EchoProcess(slow_s=120) as first:
 
         def ask(example, text: str) -> httpx.Response:
-            return httpx.post(first.http_url + example.path, json=example.body(text), timeout=60)
+            return httpx.post(first.http_url + example.path, json=example.body(text), timeout=120)
 
         under_way = [pool.submit(ask, example, "<slow>") for example in EXAMPLES]
         wait_until(lambda: first.num_requests() == len(EXAMPLES))
@@ -75,7 +75,7 @@ def test_killed_refused_and_started_again():
 def test_slow(hasty):
     """The answers are there when the time is up; what is asked next is answered as if nothing had been."""
     service, server = hasty
-    with httpx.Client(base_url=server.http_url, timeout=30) as client:
+    with httpx.Client(base_url=server.http_url, timeout=120) as client:
         with service.scorer.held(), ThreadPoolExecutor(len(EXAMPLES)) as pool:
             started = time.monotonic()
             responses = list(pool.map(lambda e: e.ask(client, "<slow>"), EXAMPLES))

@@ -111,7 +111,7 @@ def test_openrlhf_as_it_sends_and_reads(client, service):
 
 def test_openrlhfs_empty_lists_are_answered_at_once_though_the_model_is_busy(client, service):
     with service.scorer.held() as go, ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(client.post, "/get_reward", json={"query": ["<slow>"]}, timeout=60)
+        slow = pool.submit(client.post, "/get_reward", json={"query": ["<slow>"]}, timeout=120)
         wait_until(lambda: bool(service.requests) and service.requests[-1].texts == ["<slow>"])
         for body in ({"query": []}, {"query": [], "prompts": [], "labels": []}):
             response = client.post("/get_reward", json=body)
@@ -171,7 +171,7 @@ def test_an_unknown_path_is_told_what_there_is(client):
 
 def test_requests_are_counted_under_the_model_that_they_ask():
     service, config = EchoService(), ServerConfig(port=0, grpc_port=None, max_body_mb=1, max_requests=1)
-    with RunningServer(service, config) as server, httpx.Client(base_url=server.http_url, timeout=10) as client:
+    with RunningServer(service, config) as server, httpx.Client(base_url=server.http_url, timeout=120) as client:
         for url, body in [
             ("/get_reward", {"query": ["a"]}),
             ("/get_reward?model=many", {"query": ["a"]}),
@@ -232,8 +232,8 @@ def test_a_large_body_is_read_and_answered_off_the_loop(service):
         request = HttpRequest({"path": "/encode", "query_string": b"", "headers": []}, received)
         request.caller = ANYBODY
         answering = app._answer(FormExchange(request, form, Admission(service, config), config), request)
-        assert asyncio.run_coroutine_threadsafe(answering, service._asyncio).result(60)[2] == b"null"
-        on_loop = asyncio.run_coroutine_threadsafe(_ident(), service._asyncio).result(60)
+        assert asyncio.run_coroutine_threadsafe(answering, service._asyncio).result(120)[2] == b"null"
+        on_loop = asyncio.run_coroutine_threadsafe(_ident(), service._asyncio).result(120)
         assert [thread != on_loop for thread in threads[-2:]] == asides
 
 
@@ -243,7 +243,7 @@ def test_what_pairs_come_to_counts_as_bytes_of_bodies():
     pairs = {"text_1": "<slow>" + "p" * 4000, "text_2": ["a"] * 270}
     service = EchoService()
     with RunningServer(service, config) as server, service.scorer.held() as go, ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(httpx.post, server.http_url + "/score", json=pairs, timeout=60)
+        slow = pool.submit(httpx.post, server.http_url + "/score", json=pairs, timeout=120)
         wait_until(lambda: len(service.requests) > 0)
         refused = httpx.post(server.http_url + "/score", json={"text_1": "a", "text_2": "b"})
         assert refused.status_code == 503

@@ -45,7 +45,7 @@ class Stream:
         self._requests: queue.SimpleQueue = queue.SimpleQueue()
         metadata = () if key is None else (("authorization", f"Bearer {key}"),)
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        self.call = stub.ModelStreamInfer(iter(self._requests.get, None), metadata=metadata, timeout=60)
+        self.call = stub.ModelStreamInfer(iter(self._requests.get, None), metadata=metadata, timeout=120)
 
     def ask(self, request: pb.ModelInferRequest) -> pb.ModelStreamInferResponse:
         self._requests.put(request)
@@ -82,7 +82,7 @@ def test_tritonclients_stream_is_answered_in_order_and_errors_do_not_end_it(serv
         for i, row in enumerate(rows):
             client.async_stream_infer("reward_model", ids(row), request_id=str(i), enable_empty_final_response=i % 2)
         client.async_stream_infer("nobody", ids([5]))
-        found = [came.get(timeout=30) for _ in range(len(rows) + 1)]
+        found = [came.get(timeout=120) for _ in range(len(rows) + 1)]
         client.stop_stream()
     for i, (row, (result, error)) in enumerate(zip(rows, found[:-1], strict=True)):
         if row[0] in (-5, CRASH_TOKEN, BUSY_TOKEN):
@@ -171,7 +171,7 @@ def test_streams_have_places_of_their_own_which_they_give_back(tmp_path: Path) -
         beyond.end()
         metadata = (("authorization", f"Bearer {SCORE}"),)
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        assert stub.ModelInfer(message([5]), metadata=metadata, timeout=30).outputs
+        assert stub.ModelInfer(message([5]), metadata=metadata, timeout=120).outputs
         other = Stream(channel, TRAIN)
         assert not other.ask(message([5])).error_message
         streams.pop().end()

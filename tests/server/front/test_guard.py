@@ -92,7 +92,7 @@ def test_a_body_without_a_key_is_not_read(server: RunningServer, monkeypatch: py
     monkeypatch.setattr(http_app, "_LINGER_S", 0.1)
     host, port = server.http_url.removeprefix("http://").split(":")
     for more in (b"", b"Expect: 100-continue\r\n"):
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=120) as connection:
             connection.sendall(
                 b"POST /get_reward HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n%s\r\n" % more
             )
@@ -125,7 +125,7 @@ def code_of(server: RunningServer, method: str, request: Any, key: str | None = 
     with grpc.insecure_channel((server.grpc_url or "").removeprefix("grpc://")) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         try:
-            getattr(stub, method)(request, metadata=metadata, timeout=20)
+            getattr(stub, method)(request, metadata=metadata, timeout=120)
         except grpc.RpcError as e:
             return e.code().name  # type: ignore[attr-defined, no-any-return]
         return "OK"
@@ -257,7 +257,7 @@ def test_no_other_way_names_a_host(head: bytes, status: int, keyless: RunningSer
 def answer_to(server: RunningServer, head: bytes) -> int:
     """The status that answers a head."""
     host, port = server.http_url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=120) as connection:
         connection.sendall(head)
         return next_status(connection)
 
@@ -285,7 +285,7 @@ def test_by_which_names_a_server_without_keys_is_reached(settings: dict[str, Any
 def test_http_1_1_has_a_host(keyless: RunningServer) -> None:
     host, port = keyless.http_url.removeprefix("http://").split(":")
     for version, status in ((b"1.1", b"400"), (b"1.0", b"200")):
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=120) as connection:
             connection.sendall(b"GET /v2 HTTP/%s\r\n\r\n" % version)
             answer = connection.makefile("rb").read()
         assert answer.startswith(b"HTTP/1.1 %s " % status)

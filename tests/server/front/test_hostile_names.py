@@ -56,7 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> RunningSer
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_models_name_leads_to_no_file(name: str, server: RunningServer, opened: list[str]) -> None:
-    connection = http.client.HTTPConnection(urlsplit(server.http_url).netloc, timeout=30)
+    connection = http.client.HTTPConnection(urlsplit(server.http_url).netloc, timeout=120)
     admins = bearer(ADMIN)  # whom nothing but the name holds up
     for path in (f"/v2/models/{name}", f"/v2/models/{name}/config", f"/v2/models/{name}/ready", f"/v1/models/{name}"):
         connection.request("GET", path, headers=admins)
@@ -80,7 +80,7 @@ def test_a_models_name_leads_to_no_file(name: str, server: RunningServer, opened
             (stub.RepositoryModelLoad, pb.RepositoryModelLoadRequest(model_name=name)),
         ):
             with pytest.raises(grpc.RpcError) as refused:
-                method(message, timeout=30, metadata=metadata)
+                method(message, timeout=120, metadata=metadata)
             assert refused.value.code() is grpc.StatusCode.NOT_FOUND
     assert not [path for path in opened if SECRET in path]
 
@@ -96,7 +96,7 @@ def test_a_checkpoints_name_leads_out_of_no_folder(name: str, tmp_path: Path, op
         CriticClient(server.http_url, policy=policy) as critic,
     ):
         asked = request("a", 3)
-        critic.train(asked.tokens, asked.returns, asked.prev_values, asked.mask).result(30)
+        critic.train(asked.tokens, asked.returns, asked.prev_values, asked.mask).result(120)
         critic.save()
         opened.clear()
         if name:

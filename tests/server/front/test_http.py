@@ -179,7 +179,7 @@ def test_overload_says_when_to_come_back(client):
 def test_requests_beyond_the_limit_are_refused_at_once(client, service):
     with service.scorer.held() as go, ThreadPoolExecutor(12) as pool:
         slow = body_of([[SLOW_TOKEN]])
-        asked = [pool.submit(client.post, INFER, content=slow, timeout=60) for _ in range(12)]
+        asked = [pool.submit(client.post, INFER, content=slow, timeout=120) for _ in range(12)]
         wait_until(lambda: sum(each.done() for each in asked) == 8)
         go.set()
         responses = [each.result() for each in asked]
@@ -237,7 +237,7 @@ def test_what_is_not_http_gets_a_400(running_server, client):
 def test_every_request_is_counted_by_how_it_ends():
     service = EchoService()
     config = ServerConfig(port=0, grpc_port=None, max_body_mb=1, max_requests=1)
-    with RunningServer(service, config) as server, httpx.Client(base_url=server.http_url, timeout=30) as client:
+    with RunningServer(service, config) as server, httpx.Client(base_url=server.http_url, timeout=120) as client:
         for content in (body_of([[5]]), b"{", body_of([[5], [-1]]), body_of([[NAN_TOKEN]]), body_of([[CRASH_TOKEN]])):
             client.post(INFER, content=content)
         client.post(INFER, content=b" " * (2 << 20))
@@ -250,7 +250,7 @@ def test_every_request_is_counted_by_how_it_ends():
         service.ready = True
         before = len(service.requests)
         with service.scorer.held() as go, ThreadPoolExecutor(1) as pool:
-            slow = pool.submit(client.post, INFER, content=body_of([[SLOW_TOKEN]]), timeout=60)
+            slow = pool.submit(client.post, INFER, content=body_of([[SLOW_TOKEN]]), timeout=120)
             wait_until(lambda: len(service.requests) > before)
             client.post("/v2/models/many/infer", content=body_of([[5]]))
             go.set()
@@ -285,7 +285,7 @@ def test_bodies_in_progress_are_bounded_together(chunked):
     config = ServerConfig(port=0, grpc_port=None, max_body_mb=1, max_bodies_mb=1)
     whole = body_of([[5] * 100_000] * 3)
     assert 0.5 < len(whole) / (1 << 20) < 1
-    with RunningServer(EchoService(), config) as server, httpx.Client(base_url=server.http_url, timeout=30) as client:
+    with RunningServer(EchoService(), config) as server, httpx.Client(base_url=server.http_url, timeout=120) as client:
         with connect(server) as connection:
             kind = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(whole)
             connection.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n\r\n" % (INFER.encode(), kind))
@@ -303,7 +303,7 @@ def test_bodies_in_progress_are_bounded_together(chunked):
 @tried_again
 def test_a_slow_upload_is_ended_and_gives_its_place_back():
     config = ServerConfig(port=0, grpc_port=None, max_requests=1, request_timeout_s=0.4)
-    with RunningServer(EchoService(), config) as server, httpx.Client(base_url=server.http_url, timeout=30) as client:
+    with RunningServer(EchoService(), config) as server, httpx.Client(base_url=server.http_url, timeout=120) as client:
         with connect(server) as connection:
             connection.sendall(posted(b"{", 999))
             answer = until_closed(connection)
@@ -325,11 +325,11 @@ def test_a_large_body_does_not_hold_up_the_others():
     gc.freeze()
     with (
         RunningServer(EchoService(), config) as server,
-        httpx.Client(base_url=server.http_url, timeout=60) as client,
+        httpx.Client(base_url=server.http_url, timeout=120) as client,
         ThreadPoolExecutor(1) as pool,
     ):
         started = time.monotonic()
-        large = pool.submit(httpx.post, server.http_url + INFER, content=body, timeout=60)
+        large = pool.submit(httpx.post, server.http_url + INFER, content=body, timeout=120)
         waits = []
         while not large.done():
             asked = time.monotonic()
@@ -348,16 +348,16 @@ def test_a_body_holds_its_room_until_it_is_decoded_even_if_its_client_leaves(mon
     def slow(body, *others):
         if len(body) > 1 << 20:
             begun.set()
-            assert go.wait(60)
+            assert go.wait(120)
         return read(body, *others)
 
     monkeypatch.setattr(kserve, "read", slow)
     large, small = body_of([[5] * 600_000]), body_of([[5]])
     config = ServerConfig(port=0, grpc_port=None, max_body_mb=2, max_bodies_mb=2)
-    with RunningServer(EchoService(), config) as server, httpx.Client(base_url=server.http_url, timeout=30) as client:
+    with RunningServer(EchoService(), config) as server, httpx.Client(base_url=server.http_url, timeout=120) as client:
         with connect(server) as leaves:
             leaves.sendall(posted(large))
-            assert begun.wait(30)
+            assert begun.wait(120)
         for _ in range(20):
             assert "bodies and answers of the requests in progress" in error_of(client.post(INFER, content=small), 503)
             time.sleep(0.005)

@@ -70,7 +70,7 @@ def asked(texts: list[str], *, is_binary: bool) -> tuple[bytes, int]:
 def post(server: RunningServer, texts: list[str], *, is_binary: bool) -> httpx.Response:
     body, json_length = asked(texts, is_binary=is_binary)
     headers = {"Inference-Header-Content-Length": str(json_length)}
-    return httpx.post(server.http_url + MANY, content=body, headers=headers, timeout=60)
+    return httpx.post(server.http_url + MANY, content=body, headers=headers, timeout=120)
 
 
 def call(server: RunningServer, texts: list[str]) -> Any:
@@ -78,7 +78,7 @@ def call(server: RunningServer, texts: list[str]) -> Any:
     request = kserve_grpc.encode_request(InferRequest(inputs, {"values": True}), "many")
     options = [("grpc.max_receive_message_length", -1)]
     with grpc.insecure_channel((server.grpc_url or "").removeprefix("grpc://"), options) as channel:
-        return service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=60)
+        return service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=120)
 
 
 @pytest.mark.parametrize("way", ["json", "binary", "grpc"])
@@ -99,7 +99,7 @@ def test_a_large_answer_holds_room_of_bodies(server: RunningServer) -> None:
     with contextlib.ExitStack() as held:
         for _ in range(2):
             address = ("127.0.0.1", httpx.URL(server.http_url).port)
-            announced = held.enter_context(socket.create_connection(address, timeout=30))
+            announced = held.enter_context(socket.create_connection(address, timeout=120))
             announced.sendall(posted(b"", 900_000))
         wait_until(lambda: post(server, TEXTS, is_binary=True).status_code == 503)
         assert "bodies and answers of the requests in progress" in post(server, TEXTS, is_binary=True).json()["error"]
@@ -171,7 +171,7 @@ def ask(server: RunningServer, asked: str, version: bytes = b"1.1", num_buffer: 
     path, body = ASKED[asked]
     text = json.dumps(body).encode()
     head = b"POST %s HTTP/%s\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path.encode(), version, len(text))
-    connection = socket.create_connection(("127.0.0.1", httpx.URL(server.http_url).port), timeout=60)
+    connection = socket.create_connection(("127.0.0.1", httpx.URL(server.http_url).port), timeout=120)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, num_buffer)
     connection.sendall(head + text)
     return connection
@@ -191,7 +191,7 @@ def test_answers_that_nobody_reads_take_no_more_than_bodies_may(unread_server: R
         assert {*statuses} == {200, 503} and statuses.count(200) * ARRAYS < BODIES_MB << 20
         assert most - before < MOST_MB << 20
         # Others are served, and after a while those who do not read are given up.
-        assert httpx.get(f"{unread_server.http_url}/v2/health/live", timeout=60).status_code == 200
+        assert httpx.get(f"{unread_server.http_url}/v2/health/live", timeout=120).status_code == 200
         wait_until(lambda: unread_post(unread_server, asked)[0][":status"] == "200")
 
 

@@ -211,7 +211,7 @@ async def test_tritonclient_grpc_aio(running_server):
 def test_pytriton_model_client(url, lazy, pytriton):
     """As NeMo-Aligner calls it: right-padded tokens and lengths [B, 1]."""
     tokens, lengths = padded(ROWS)
-    with pytriton.ModelClient(url, "reward_model", lazy_init=lazy, init_timeout_s=20) as client:
+    with pytriton.ModelClient(url, "reward_model", lazy_init=lazy, init_timeout_s=120) as client:
         first = client.infer_batch(tokens=tokens, sequence_lengths=lengths)
         again = client.infer_batch(tokens=tokens[:1], sequence_lengths=lengths[:1])
         one = client.infer_sample(tokens=tokens[1], sequence_lengths=lengths[1])
@@ -225,7 +225,7 @@ def test_pytriton_model_client(url, lazy, pytriton):
 def test_pytriton_model_client_sends_sentences(url, pytriton):
     texts = ["a first text", "Grüße 🙂", "x"]
     sentences = np.char.encode(np.array(texts)[:, np.newaxis], "utf-8")
-    with pytriton.ModelClient(url, "reward_model", init_timeout_s=20) as client:
+    with pytriton.ModelClient(url, "reward_model", init_timeout_s=120) as client:
         result = client.infer_batch(sentences=sentences)
         positional = client.infer_batch(sentences)
     assert result["rewards"].tolist() == [[reward_of_text(text)] for text in texts]
@@ -237,7 +237,7 @@ def test_pytriton_futures_client(url, pytriton):
     # Its second and later threads forget the URL's scheme and speak HTTP to any port, so over gRPC one thread it is.
     num_threads = 8 if url.startswith("http") else 1
     with pytriton.FuturesModelClient(
-        url, "reward_model", max_workers=num_threads, init_timeout_s=20, inference_timeout_s=20
+        url, "reward_model", max_workers=num_threads, init_timeout_s=120, inference_timeout_s=20
     ) as client:
         futures = [client.infer_batch(tokens=tokens, sequence_lengths=lengths) for _ in range(40)]
         assert all(future.result()["rewards"].tolist() == REWARDS for future in futures)
@@ -246,7 +246,7 @@ def test_pytriton_futures_client(url, pytriton):
 @pytest.mark.parametrize("lazy", [True, False])
 async def test_pytriton_asyncio_client(url, lazy, pytriton):
     tokens, lengths = padded(ROWS)
-    async with pytriton.AsyncioModelClient(url, "many", lazy_init=lazy, init_timeout_s=20) as client:
+    async with pytriton.AsyncioModelClient(url, "many", lazy_init=lazy, init_timeout_s=120) as client:
         results = await asyncio.gather(
             *(client.infer_batch(tokens=tokens, sequence_lengths=lengths) for _ in range(10))
         )
@@ -267,7 +267,7 @@ def test_trlx_call(running_server):
 
 def test_errors_reach_each_client(url, pytriton):
     tokens, lengths = padded(ROWS)
-    with pytriton.ModelClient(url, "reward_model", init_timeout_s=20) as client:
+    with pytriton.ModelClient(url, "reward_model", init_timeout_s=120) as client:
         with pytest.raises(Exception, match="sequence_lengths"):
             client.infer_batch(tokens=tokens)
         with pytest.raises(Exception, match="row 1: token id 900000"):
@@ -277,7 +277,7 @@ def test_errors_reach_each_client(url, pytriton):
 
 def test_a_message_larger_than_four_mebibytes_passes_both_ways(url, pytriton):
     tokens, lengths = np.ones((300, 4096), np.int64), np.full((300, 1), 4096)
-    with pytriton.ModelClient(url, "many", init_timeout_s=20) as client:
+    with pytriton.ModelClient(url, "many", init_timeout_s=120) as client:
         result = client.infer_batch(tokens=tokens, sequence_lengths=lengths)
     assert result["values"].shape == tokens.shape
     assert result["rewards"].tolist() == [[96.0]] * 300

@@ -80,7 +80,7 @@ def is_live(server: RunningServer, files: Files, client: str | None = None) -> b
     with grpc.secure_channel(server.grpc_url.removeprefix("grpcs://"), credentials) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         try:
-            return stub.ServerLive(pb.ServerLiveRequest(), timeout=30).live
+            return stub.ServerLive(pb.ServerLiveRequest(), timeout=120).live
         except grpc.RpcError:
             return False
 
@@ -101,7 +101,7 @@ def test_what_is_not_tls_gets_nothing(server):
         httpx.get(plain + "/v2/health/live")
     with grpc.insecure_channel((server.grpc_url or "").removeprefix("grpcs://")) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            service_pb2_grpc.GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest(), timeout=30)
+            service_pb2_grpc.GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest(), timeout=120)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 

@@ -164,9 +164,9 @@ def test_a_snapshot_of_live_load(sums):
     thread = threading.Thread(target=load)
     thread.start()
     try:
-        wait_until(lambda: snapshot(sums, window=60)["rewards"]["total"]["drift"]["window"]["count"] >= 64, 30)
+        wait_until(lambda: snapshot(sums, window=60)["rewards"]["total"]["drift"]["window"]["count"] >= 64)
         rates = lambda: snapshot(sums, window=60)["series"]["models"]["helpful"]["computed_tokens_per_s"]  # noqa: E731
-        wait_until(lambda: (rates()[-1] or 0) > 0, 30)
+        wait_until(lambda: (rates()[-1] or 0) > 0)
         told = snapshot(sums, window=60)
     finally:
         stop.set()
@@ -250,7 +250,7 @@ def test_errors_are_told_without_what_the_client_sent(sums):
         "/v2/models/flaky/infer", json={"inputs": [{"name": sent, "datatype": "x", "shape": [1], "data": []}]}
     )
     assert (told.status_code, sent in told.text) == (400, True)
-    wait_until(lambda: snapshot(sums, model="flaky")["errors"]["flaky"], 10)
+    wait_until(lambda: snapshot(sums, model="flaky")["errors"]["flaky"])
     assert sent not in sums.get("/dashboard/snapshot?model=flaky").text
 
 
@@ -270,7 +270,7 @@ def test_of_a_model_that_is_named_alone_series_and_rewards_are_told(sums):
 def test_series_of_a_named_model_are_those_that_it_has_among_all(sums):
     assert sums.post("/get_reward?model=flaky", json={"query": ["x"] * 7}).status_code == 200
     has = lambda told: any(told["series"]["models"]["flaky"]["sequences_per_s"])  # noqa: E731
-    wait_until(lambda: has(snapshot(sums, model="flaky")), 10)
+    wait_until(lambda: has(snapshot(sums, model="flaky")))
     assert snapshot(sums, model="flaky")["totals"]["flaky"]["window"]["sequences"] >= 7
 
 
@@ -303,7 +303,7 @@ def test_what_a_function_reads_has_about_so_many_tokens(sums):
 
 def test_one_client_waits_for_a_few_snapshots_at_once(echo):
     def get(i: int) -> int:
-        with httpx.Client(base_url=echo.base_url, timeout=60) as client:
+        with httpx.Client(base_url=echo.base_url, timeout=120) as client:
             return client.get("/dashboard/snapshot", params={"window": 60 + 10 * i}).status_code
 
     with ThreadPoolExecutor(40) as threads:
@@ -316,7 +316,7 @@ def test_one_client_waits_for_a_few_snapshots_at_once(echo):
 def test_many_that_look_cost_no_more_than_one(echo):
     first = snapshot(echo)
     assert snapshot(echo)["server"]["now"] == first["server"]["now"]
-    wait_until(lambda: snapshot(echo)["server"]["now"] > first["server"]["now"], 10)
+    wait_until(lambda: snapshot(echo)["server"]["now"] > first["server"]["now"])
 
 
 def test_bad_queries_are_told(echo):
@@ -395,7 +395,7 @@ def test_a_critic_is_told_with_its_reports_and_checkpoints(tmp_path):
                 for _ in range(3)
             ]
             trainer.save({"kl": 0.5})
-        wait_until(lambda: len(snapshot(client)["critic"]["checkpoints"]) == 1, 10)
+        wait_until(lambda: len(snapshot(client)["critic"]["checkpoints"]) == 1)
         told = snapshot(client)
     assert told["critic"]["reports"]["time"] == sorted(told["critic"]["reports"]["time"])
     assert 0 <= told["server"]["now"] - told["critic"]["reports"]["time"][-1] < 60

@@ -56,7 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> RunningSer
 
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.http_url, timeout=30) as client:
+    with httpx.Client(base_url=server.http_url, timeout=120) as client:
         yield client
 
 
