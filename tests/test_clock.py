@@ -69,6 +69,7 @@ def ask(url: str, first: int, number: int, *go: Path) -> list[str]:
     return run.stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_server_and_clients_whose_clocks_jump_by_days_train_score_and_come_back(tmp_path: Path) -> None:
     port = free_port()

@@ -148,6 +148,7 @@ def plan(seed: int) -> list[Kill]:
     return [first, *more]
 
 
+@pytest.mark.slow
 def test_an_undisturbed_run_is_what_the_trainer_gives_by_itself(
     undisturbed: Outcome, model: Path, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ from guerdon.training.algorithms.advantages import adaptive_lams, gae
 from guerdon.trees import Forest, flatten
 from processes import environment
 from server.arithmetic_critic import arrays_of
+from tiers import slow_but
 from training.plain import PlainCritic, request, tree
 
 GBS, LR = 4, 1e-3
@@ -78,8 +79,8 @@ def parts_of(asked: TrainRequest) -> list[TrainRequest]:
     return [TrainRequest("part", *(table[part] for table in arrays_of(flat).values())) for part in parts]
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "apart"])
-@pytest.mark.parametrize("count", [3, GBS, 10])
+@pytest.mark.parametrize("shared", slow_but((True,), [True, False]), ids=["shared", "apart"])
+@pytest.mark.parametrize("count", slow_but((3, 10), [3, GBS, 10]))
 def test_a_train_over_http_is_the_step_of_plain_torch(count: int, shared: bool, folder: Path, tmp_path: Path) -> None:
     rows = rows_of(count, shared=shared)
     asked = request(rows)
@@ -113,7 +114,7 @@ def test_a_train_over_http_is_the_step_of_plain_torch(count: int, shared: bool, 
         assert not torch.equal(weights[name], begun[name]), f"{name} has not moved"
 
 
-@pytest.mark.parametrize("transport", ["http", "grpc"])
+@pytest.mark.parametrize("transport", slow_but(("http",), ["http", "grpc"]))
 def test_one_call_of_rewards_trains_on_the_returns_and_answers_the_advantages(
     transport: str, folder: Path, tmp_path: Path
 ) -> None:
@@ -151,7 +152,7 @@ def test_one_call_of_rewards_trains_on_the_returns_and_answers_the_advantages(
     assert first.losses == pytest.approx(losses, rel=1e-3)
 
 
-@pytest.mark.parametrize("transport", ["http", "grpc"])
+@pytest.mark.parametrize("transport", slow_but(("grpc",), ["http", "grpc"]))
 def test_trees_have_the_values_and_the_steps_of_their_paths(transport: str, folder: Path) -> None:
     asked = tree()
     assert asked.parents is not None and asked.lengths is not None
@@ -234,6 +235,7 @@ def test_rewards_come_with_the_values(memory: str, folder: Path) -> None:
         assert out["rewards"].shape == (2, 1) and out["values"].shape[0] == 2
 
 
+@pytest.mark.slow
 def test_the_reward_model_has_settings_of_its_own(folder: Path, tmp_path: Path) -> None:
     rows = zoo.rows(1)
     several = zoo.tokenizer(zoo.checkpoint("llama", tmp_path / "several", seed=4, num_labels=3))
@@ -257,6 +259,7 @@ def test_the_reward_model_has_settings_of_its_own(folder: Path, tmp_path: Path) 
             np.testing.assert_allclose(got, (plain.values(row).detach().numpy() - 3.0) / 5.0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_revision_is_of_one_of_the_two(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     plain = RewardKind.load
@@ -269,6 +272,7 @@ def test_a_revision_is_of_one_of_the_two(folder: Path, monkeypatch: pytest.Monke
     assert asked == [None, "b"]
 
 
+@pytest.mark.slow
 def test_values_alone_leave_the_reward_model_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moves = []
     onload = Engine.onload
@@ -290,6 +294,7 @@ def test_values_alone_leave_the_reward_model_out(folder: Path, monkeypatch: pyte
                 assert moves
 
 
+@pytest.mark.slow
 def test_the_best_loss_is_kept_where_the_mode_is_not_said(folder: Path, tmp_path: Path) -> None:
     with (
         serving(folder, tmp_path / "critic", keep_best="loss", keep_checkpoints=1) as server,
@@ -316,6 +321,7 @@ def test_the_folder_of_another_critic_is_refused(other: Any, message: str, folde
     assert "another checkpoint_dir" in caught.value.help
 
 
+@pytest.mark.slow
 def test_a_journal_is_not_replayed_on_other_weights(folder: Path, tmp_path: Path) -> None:
     model = shutil.copytree(folder / "model", tmp_path / "model")
     file, asked = model / "model.safetensors", request(rows_of(4, shared=True))

@@ -94,6 +94,7 @@ def test_scoring_a_file_onto_a_full_disk_stops_with_its_reason_and_goes_on_when_
     assert scored(out) == [[200.0 + i] for i in range(NUM_ROWS)]
 
 
+@pytest.mark.slow
 @by_itself
 def test_scores_that_are_made_again_leave_the_file_as_it_was_where_the_disk_is_full(disk: Path, rows: Path) -> None:
     small_disk(disk, size_kib=1200)
@@ -109,6 +110,7 @@ def test_scores_that_are_made_again_leave_the_file_as_it_was_where_the_disk_is_f
     assert score_file(Lengths(), rows, out, retry_failed=True, progress=False).num_failed == 0
 
 
+@pytest.mark.slow
 @by_itself
 def test_the_command_tells_of_a_full_or_read_only_disk_in_one_line(rows: Path, disk: Path) -> None:
     small_disk(disk)
@@ -163,6 +165,7 @@ def test_a_server_whose_log_and_checkpoints_are_on_a_full_disk_scores_on_and_tra
         assert service.trainer.weight == after([a, b, c])
 
 
+@pytest.mark.slow
 @by_itself
 def test_a_run_goes_on_over_a_full_disk_and_saves_and_notes_its_metrics_when_there_is_room(disk: Path) -> None:
     def save_policy(folder: Path) -> None:

@@ -19,6 +19,7 @@ from guerdon.settings.config import ModelConfig, ServerConfig
 from tiers import asked, of_each_kind
 
 ROWS = zoo.rows(3, groups=((40, 8), (25, 3), (60, 1)))
+MIXED = ["llama", "gpt2", "bert", "mamba"]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def server(zoo_folder: Path, request: pytest.FixtureRequest) -> Iterator[Running
     """One server of all architectures that are tried, and of a per-token and a process reward model."""
     torch.set_num_threads(1)
     models = []
-    for name in asked(request, zoo.ARCHITECTURES):
+    for name in asked(request, zoo.ARCHITECTURES, MIXED):
         folder = zoo.checkpoint(name, zoo_folder / name)
         models.append(ModelConfig(model=str(folder), name=name, max_batch_tokens=300))
     for name, labels in (("values", 1), ("steps", 2)):
@@ -93,7 +94,7 @@ def test_step_rewards_over_the_wire_equal_transformers(server: RunningServer, zo
 
 
 def test_requests_in_parallel_to_many_models_keep_apart(server: RunningServer, zoo_folder: Path) -> None:
-    names = ["llama", "gpt2", "bert", "mamba"] * 4
+    names = MIXED * 4
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda name: by_tritonclient(server.http_url, name, ROWS), names))
     for name, rewards in zip(names, got, strict=True):

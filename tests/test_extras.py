@@ -158,6 +158,7 @@ print(json.dumps([names, outputs, heavy]))
         assert status == 0 and "usage: guerdon" in output.lower()
 
 
+@pytest.mark.slow
 def test_the_advised_command_installs(tmp_path: Path) -> None:
     pip, install, what = shlex.split(install_command("server").removesuffix(" in a clone of guerdon"))
     assert (pip, install) == ("pip", "install")

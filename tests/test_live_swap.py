@@ -162,6 +162,7 @@ def test_a_model_that_sleeps_is_updated_later_and_a_paused_one_stays_paused(base
         assert score(server.http_url)[0] == version
 
 
+@pytest.mark.slow
 def test_two_trainers_at_once(base: Path, tmp_path: Path) -> None:
     """The second replaces the first, whose tensors never reach it."""
     new = changed(base, 2)
@@ -217,6 +218,7 @@ def test_a_folder_that_was_deleted_or_written_to_meanwhile(base: Path) -> None:
         assert score(server.http_url) == before
 
 
+@pytest.mark.slow
 async def test_a_folder_that_was_written_to_as_it_was_loaded_or_before_a_load_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +255,7 @@ async def test_a_folder_that_was_written_to_as_it_was_loaded_or_before_a_load_th
         check()
 
 
+@pytest.mark.slow
 async def test_a_finish_that_is_cancelled_leaves_the_swap_its_folder(tmp_path: Path) -> None:
     _, new = checkpoints(tmp_path)
     async with serving_old(tmp_path) as service:
@@ -271,6 +274,7 @@ async def test_a_finish_that_is_cancelled_leaves_the_swap_its_folder(tmp_path: P
         assert version(service) != old and updates._open["reward_model"].folder.is_dir()
 
 
+@pytest.mark.slow
 def test_small_steps_add_up_in_bfloat16(tmp_path: Path) -> None:
     """Each step is a fifth of bfloat16's precision: averaged in bfloat16, no step would change a weight."""
     base = zoo.language_model("llama", tmp_path / "lm", tie_word_embeddings=False)

@@ -94,6 +94,7 @@ def test_settings_are_a_served_models(checkpoint: Path) -> None:
         LocalRewardModel(checkpoint, max_batch_tokens=0)
 
 
+@pytest.mark.slow
 def test_many_threads_and_more_than_a_server_would_take(summing: LocalRewardModel) -> None:
     summing.submit(tokens=[[scorers.WAITS]])
     threading.Timer(0.5, scorers.hold.set).start()
@@ -211,6 +212,7 @@ def test_files_are_scored_by_it(tmp_path: Path) -> None:
     assert (summary.num_failed, summary.rewards) == (0, [1.0, 2.0])
 
 
+@pytest.mark.slow
 def test_a_program_that_forgets_it_ends() -> None:
     code = (
         "from guerdon import LocalRewardModel; m = LocalRewardModel('scorers:length');"

@@ -92,6 +92,7 @@ def test_the_table_is_what_transformers_scores_say(
         assert all(len(json.loads(line)["rewards"]) in (2, 3) for line in out.open())
 
 
+@pytest.mark.slow
 def test_a_second_run_draws_without_scoring(
     server: RunningServer, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

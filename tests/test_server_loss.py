@@ -87,6 +87,7 @@ def test_the_loss_by_a_server_is_the_loss_in_process(
     assert abs(float(torch.cat(shifted).mean()) - float(torch.cat(expected).mean())) > 1e-4
 
 
+@pytest.mark.slow
 def test_concurrent_answers_have_the_same_bits_where_the_configuration_says_so(server: RunningServer) -> None:
     """Alone, and among other requests: what a teacher gives, what a mixture gives, and under other prompts."""
     asks: list[dict[str, Any]] = [

@@ -166,6 +166,7 @@ def test_memory_is_given_back_and_requests_wait(tmp_path: Path) -> None:
             assert abs(process.memory_info().rss - awake) < freed / 2
 
 
+@pytest.mark.slow
 def test_abort_fails_what_is_queued_and_wait_answers_it(waiting: RunningServer) -> None:
     service = SERVICES[-1]
     with RewardClient(waiting.http_url, policy=ONCE) as client:

@@ -298,6 +298,7 @@ def test_a_wrong_sample_harms_no_other(server: RunningServer) -> None:
     assert alone.status_code == 400 and "row 1" in alone.json()["error"]
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_too_large_is_refused_before_it_is_computed(server: RunningServer) -> None:
     rows = np.full((65_000, 250), 5)
     arrays = {"tokens": rows, "sequence_lengths": np.full((len(rows), 1), 250)}

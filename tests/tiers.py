@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-QUICK = ("llama", "qwen3", "gemma3", "gpt2", "mixtral", "llama4", "bert", "modernbert")
-"""An architecture of each kind of layer and attention. Layers with a state are slow on a CPU: test_engine.py and
-test_continuing.py try some."""
+QUICK = ("llama", "gemma3", "gpt2", "mixtral", "bert")
+"""An architecture of each kind of layer. Layers with a state are slow on a CPU: test_engine.py and test_continuing.py
+try some, and the first more kinds of attention."""
 
 
 def slow_but(quick: Collection[Any], members: Iterable[Any]) -> list[Any]:
@@ -22,6 +22,7 @@ def of_each_kind(names: Iterable[str]) -> list[Any]:
 
 
 def asked(request: pytest.FixtureRequest, names: Iterable[str], always: Collection[str] = ()) -> list[str]:
-    """Returns the names that a test of this run has as its parameter `name`, and those in `always`."""
-    wanted = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    """Returns the names that a test of this file has as its parameter `name` in this run, and those in `always`."""
+    own = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    wanted = {item.callspec.params.get("name") for item in own}
     return [name for name in names if name in wanted or name in always]

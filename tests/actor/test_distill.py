@@ -129,6 +129,7 @@ def test_too_many_failures_end_the_run(folder: Path, server: RunningServer, tmp_
         distill.train(config_of(folder, server, tmp_path, teacher="tiny"))
 
 
+@pytest.mark.slow
 def test_a_change_of_the_teachers_weights_is_logged(
     folder: Path, server: RunningServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -118,6 +118,7 @@ class Leaves:
 # ------------------------------------------------------------------------------------------- a server is away
 
 
+@pytest.mark.slow
 def test_a_run_leaves_amid_a_validation_whose_server_is_away(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +134,7 @@ def test_a_run_leaves_amid_a_validation_whose_server_is_away(
         assert reinforce.train(reinforced(folder, tmp_path, server.http_url)).step == 3
 
 
+@pytest.mark.slow
 def test_a_pair_is_saved_though_the_reward_model_is_away(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +168,7 @@ def test_a_run_whose_critic_is_away_leaves_without_a_save_and_says_so(
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_critic_that_is_only_slow_is_waited_for(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +259,7 @@ def test_a_disk_that_is_full_at_the_end_is_an_error(
         reinforce.train(reinforced(folder, tmp_path, server.http_url, steps=1))
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_the_actor_costs_the_critic_no_checkpoint(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +305,7 @@ def test_settings_are_not_changed_by_a_run(folder: Path, tmp_path: Path) -> None
     assert all(row["learning_rate"] > 0 for row in metrics_of(tmp_path / "2")[:-1])
 
 
+@pytest.mark.slow
 def test_other_weights_of_the_reward_model_are_told(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

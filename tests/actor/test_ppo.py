@@ -101,6 +101,7 @@ def test_a_pair_resumes_bitwise(folder: Path, tmp_path: Path) -> None:
             assert torch.equal(weight, resumed[name]), name
 
 
+@pytest.mark.slow
 def test_the_warm_up_trains_the_critic_alone(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with critic_of(folder, tmp_path / "critic") as url:
@@ -117,6 +118,7 @@ def test_the_warm_up_trains_the_critic_alone(folder: Path, tmp_path: Path) -> No
     assert resolve_schedule(config).total_steps == 1 and config.policy.total_steps is None
 
 
+@pytest.mark.slow
 def test_one_rollout_a_prompt_and_several_updates_of_the_critic(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     recipe = {"lam_alpha": 0.5, "lam_critic": 1.0, "critic_updates": 3, "trust_region": [0.2, 4.0]}

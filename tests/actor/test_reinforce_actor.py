@@ -212,6 +212,7 @@ def test_what_is_inferred(folder: Path) -> None:
         assert is_end[i] or end - start == 40
 
 
+@pytest.mark.slow
 def test_what_is_drawn_depends_on_the_steps_made_and_the_calls_since(folder: Path, tmp_path: Path) -> None:
     prompts, (batch, _, _) = prompts_of([5, 6, 7], [8, 9]), batch_of()
 
@@ -242,6 +243,7 @@ def test_what_is_drawn_depends_on_the_steps_made_and_the_calls_since(folder: Pat
     assert torch.equal(later.get_inference_log_probs(prompts["text"]), actor.get_inference_log_probs(prompts["text"]))
 
 
+@pytest.mark.slow
 def test_the_seed_is_that_of_fresh_adapters_and_of_nobody_elses_numbers(folder: Path) -> None:
     state, policy = torch.get_rng_state(), PolicyConfig(model=str(folder), lora=2)
     one, other = (dict(ReinforceActor(policy, seed=seed).trainer.model.named_parameters()) for seed in (0, 1))

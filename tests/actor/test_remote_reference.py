@@ -89,6 +89,7 @@ def test_another_model_may_be_the_reference(folder: Path, server: RunningServer,
         reinforce.train(config)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_went_on(folder: Path, server: RunningServer, tmp_path: Path) -> None:
     """Bitwise, because the teacher's answers do not depend on what shares their batch."""
     config = config_of(folder, server, tmp_path / "on", "initial")

@@ -183,6 +183,7 @@ def test_a_signal_during_a_step_saves_and_stops_and_the_run_resumes(
         assert_same(tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_is_done(folder: Path, whole: Path, tmp_path: Path) -> None:
     config = config_of(folder, tmp_path)
     summary = train(config, amid=lambda step: os.kill(os.getpid(), signal.SIGTERM))
@@ -201,6 +202,7 @@ class Clock:
         return time.monotonic() + self.ahead
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seconds", "done"),
     [
@@ -227,6 +229,7 @@ def test_the_time_limit_saves_and_stops_and_the_run_resumes(
     assert_same(tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_more_steps_go_on_from_the_end(folder: Path, whole: Path, tmp_path: Path) -> None:
     assert train(config_of(folder, tmp_path, steps=3)).step == 3
     assert train(config_of(folder, tmp_path, steps=3)).step == 3  # nothing is left to do
@@ -297,6 +300,7 @@ def test_other_prompts_or_another_model_do_not_go_on(folder: Path, one_step: Pat
         train(config_of(other, one_step))
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_another_ending_of_answers(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +318,7 @@ def test_a_run_does_not_go_on_with_another_ending_of_answers(
         train(config(3))
 
 
+@pytest.mark.slow
 def test_what_may_change_does_not_stop_it(folder: Path, one_step: Path, tmp_path: Path) -> None:
     shutil.copytree(one_step, tmp_path, dirs_exist_ok=True)
     run = {"save_every": 1, "validate_every": 1, "keep_checkpoints": 1, "time_limit": "10", "num_samples": 0}
@@ -369,6 +374,7 @@ def test_a_critic_whose_server_keeps_nothing_is_refused(folder: Path, tmp_path: 
         Run(paired(folder, tmp_path), score=score, critic=critic)
 
 
+@pytest.mark.slow
 def test_each_checkpoint_names_the_critics_and_a_lost_one_is_told(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -194,6 +194,7 @@ def forks_url() -> Iterator[str]:
         yield server.http_url
 
 
+@pytest.mark.slow
 @by_itself
 def test_they_work_after_a_fork_and_when_pickled_after_use(forks_url: str) -> None:
     def works(name: str, function: Any, text: str) -> None:

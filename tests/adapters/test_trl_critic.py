@@ -166,6 +166,7 @@ def test_a_resumed_run_goes_on_with_the_critic_of_its_checkpoint(server: Running
         trainer.train(resume_from_checkpoint=resumed)
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_anew_is_refused_by_a_critic_that_knows_its_steps(
     server: RunningServer, tmp_path: Path
 ) -> None:
@@ -199,6 +200,7 @@ def test_white_advantages_have_no_mean_and_evaluation_trains_nothing(server: Run
         assert client.state().step == 0
 
 
+@pytest.mark.slow
 def test_a_batch_without_rewards_teaches_nothing(server: RunningServer, tmp_path: Path) -> None:
     trainer = make(tmp_path, steps=1)
     use_critic(trainer, server.http_url)

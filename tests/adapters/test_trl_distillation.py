@@ -204,6 +204,7 @@ def test_a_step_of_self_distillation_is_that_in_process(server: RunningServer, f
         assert served_log[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_server_distillation_brings_the_student_closer(server: RunningServer, folder: Path, tmp_path: Path) -> None:
     settings = {"beta": 0.0, "loss_top_k": 100, "max_steps": 12, "learning_rate": 0.01, "lr_scheduler_type": "constant"}
     losses = [line["loss"] for line in train(server_trainer(server.http_url, folder, tmp_path, **settings))]

@@ -214,6 +214,7 @@ def test_rows_without_labels_and_with_masked_ones(server: RunningServer, folder:
     assert (reference(**batch, labels=torch.full_like(labels, -100)).log_probs == 0).all()
 
 
+@pytest.mark.slow
 def test_a_swapped_teacher_gives_its_own_head_and_a_swapped_reference_warns(
     folder: Path, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from browser.conftest import PHONE, WIDE, Visit, alter, ask_again, comes, until
 from browser.page_servers import BREAKS, MARKUP, critic_settings, load, settings, total, train_rows
 from guerdon.client import CriticClient, RewardClient
 from guerdon.server.runtime import RunningServer
+from tiers import slow_but
 
 MODELS = ("reward_model", "longwinded", "fair")
 
@@ -74,6 +75,7 @@ def test_the_numbers_of_a_live_load(url: str, visit: Visit) -> None:
         assert fact in about
 
 
+@pytest.mark.slow
 def test_each_number_tells_of_which_time_it_is(url: str, visit: Visit) -> None:
     page = visit(f"{url}/?model=reward_model")
     comes(page, lambda: re.match(r"[\d.]", page.locator("#tile-requests .value").inner_text()))
@@ -91,6 +93,7 @@ def test_each_number_tells_of_which_time_it_is(url: str, visit: Visit) -> None:
     assert "last 1\u00a0min" in page.locator("#traffic .card", has_text="Requests").first.inner_text()
 
 
+@pytest.mark.slow
 def test_a_legend_does_not_read_0_between_two_answers(url: str, visit: Visit) -> None:
     def pause(told: dict[str, Any]) -> None:
         """As if each request took longer than a step."""
@@ -109,6 +112,7 @@ def test_a_legend_does_not_read_0_between_two_answers(url: str, visit: Visit) ->
         comes(page, lambda legend=legend, figure=figure: re.match(figure, legend.inner_text()), title)
 
 
+@pytest.mark.slow
 def test_a_sum_that_takes_long_is_not_called_healthy(url: str, visit: Visit) -> None:
     def slow(told: dict[str, Any]) -> None:
         told["totals"]["total"]["latency_s"] |= {"p50": 29.5, "p90": 40, "p99": 50}
@@ -120,6 +124,7 @@ def test_a_sum_that_takes_long_is_not_called_healthy(url: str, visit: Visit) -> 
     assert page.locator("#verdict h1").inner_text() != "Healthy"
 
 
+@pytest.mark.slow
 def test_a_component_that_only_its_sum_asks_is_not_called_idle(url: str, visit: Visit) -> None:
     def through_the_sum(told: dict[str, Any]) -> None:
         told["totals"]["fair"]["requests"] = {}
@@ -131,6 +136,7 @@ def test_a_component_that_only_its_sum_asks_is_not_called_idle(url: str, visit: 
     assert "idle" not in page.locator("#verdict h1").inner_text()
 
 
+@pytest.mark.slow
 def test_two_sequences_again_and_again_are_no_correlation(url: str, visit: Visit) -> None:
     with RewardClient(url, model="twice") as client:
         client.score(texts=["<", "<< and a longer one"] * 40)
@@ -140,6 +146,7 @@ def test_two_sequences_again_and_again_are_no_correlation(url: str, visit: Visit
     assert "ρ" not in page.locator("#verdict").inner_text()
 
 
+@pytest.mark.slow
 def test_padding_is_not_called_saving(url: str, visit: Visit) -> None:
     def pad(told: dict[str, Any]) -> None:
         lines = told["series"]["models"]["reward_model"]
@@ -150,6 +157,7 @@ def test_padding_is_not_called_saving(url: str, visit: Visit) -> None:
     assert re.match(r"[\d.]+k? tokens of padding", page.locator("#tile-saved .under").inner_text())
 
 
+@pytest.mark.slow
 def test_only_the_chosen_models_series_are_asked_for(url: str, visit: Visit) -> None:
     asked: list[str] = []
 
@@ -164,6 +172,7 @@ def test_only_the_chosen_models_series_are_asked_for(url: str, visit: Visit) -> 
     assert "model=longwinded" in [one for one in asked if "snapshot" in one][-1]
 
 
+@pytest.mark.slow
 def test_other_weights_are_a_line_over_the_rewards(url: str, visit: Visit) -> None:
     def swap(told: dict[str, Any]) -> None:
         now = told["server"]["now"]
@@ -184,6 +193,7 @@ def test_other_weights_are_a_line_over_the_rewards(url: str, visit: Visit) -> No
     assert all("median" in text for text in read if "rewards 0" not in text), "the read-out is said as well"
 
 
+@pytest.mark.slow
 def test_the_numbers_go_on(url: str, visit: Visit) -> None:
     page = visit(f"{url}/?model=reward_model")
     requests = page.locator("#tile-requests .under")
@@ -191,6 +201,7 @@ def test_the_numbers_go_on(url: str, visit: Visit) -> None:
     until(page, f"document.querySelector('#tile-requests .under').innerText !== {json.dumps(before)}")
 
 
+@pytest.mark.slow
 def test_a_reward_that_grows_with_length_is_told(url: str, visit: Visit) -> None:
     page = visit(f"{url}/?model=longwinded")
     page.wait_for_selector("text=Length predicts the reward")
@@ -198,12 +209,14 @@ def test_a_reward_that_grows_with_length_is_told(url: str, visit: Visit) -> None
     assert "learn to be long" in page.locator("#length").inner_text()
 
 
+@pytest.mark.slow
 def test_a_reward_in_order_is_called_healthy(url: str, visit: Visit) -> None:
     page = visit(f"{url}/?model=fair")
     until(page, "document.querySelector('#verdict h1').innerText === 'Healthy'")
     assert "Failed requests 0%" in " ".join(page.locator(".checks").inner_text().split())
 
 
+@pytest.mark.slow
 def test_samples_without_a_score_are_told(url: str, visit: Visit) -> None:
     with RewardClient(url, model="broken") as client:
         client.score(texts=[f"{BREAKS} {i}" for i in range(3)])
@@ -211,6 +224,7 @@ def test_samples_without_a_score_are_told(url: str, visit: Visit) -> None:
     page.wait_for_selector("text=No sample gets a score")
 
 
+@pytest.mark.slow
 def test_another_model_is_chosen_and_kept_in_the_address(url: str, visit: Visit) -> None:
     page = visit(url)
     page.select_option("#model", "fair")
@@ -220,6 +234,7 @@ def test_another_model_is_chosen_and_kept_in_the_address(url: str, visit: Visit)
     assert page.input_value("#model") == "fair"
 
 
+@pytest.mark.slow
 def test_this_window_can_be_kept_as_the_reference(url: str, visit: Visit) -> None:
     page = visit(f"{url}/?model=fair&window=300")
     page.click("#keep")
@@ -240,6 +255,7 @@ def test_the_best_and_the_worst_are_shown_as_text(url: str, visit: Visit) -> Non
     assert page.evaluate("window.wasRun") is None
 
 
+@pytest.mark.slow
 def test_a_sums_samples_have_their_parts(url: str, visit: Visit) -> None:
     with RewardClient(url, model="total") as client:
         client.score(texts=["<<<<<<<<<<<< a", "b"])
@@ -252,6 +268,7 @@ def test_a_sums_samples_have_their_parts(url: str, visit: Visit) -> None:
     assert " about " in facts, "functions that read text have no tokens to count"
 
 
+@pytest.mark.slow
 def test_a_samples_long_version_is_broken_into_lines(url: str, visit: Visit) -> None:
     def long_version(route: Any) -> None:
         told = route.fetch().json()
@@ -270,6 +287,7 @@ def test_a_samples_long_version_is_broken_into_lines(url: str, visit: Visit) -> 
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE[0]
 
 
+@pytest.mark.slow
 def test_a_sum_has_no_tiles_of_what_its_components_compute(url: str, visit: Visit) -> None:
     page = visit(f"{url}/?model=total")
     headings = ".tile:visible h2"
@@ -303,6 +321,7 @@ def test_responses_are_tried(url: str, visit: Visit) -> None:
         assert first == pytest.approx(second, abs=0.01), "on one scale"
 
 
+@pytest.mark.slow
 def test_the_pages_model_is_tried_and_a_function_has_neither_template_nor_token_count(url: str, visit: Visit) -> None:
     page = visit(f"{url}/?model=reward_model")
     assert page.input_value("#try-model") == "reward_model"
@@ -328,12 +347,14 @@ def test_a_response_without_a_score_says_why(url: str, visit: Visit) -> None:
     assert page.locator(".scored .score").inner_text() == "–"
 
 
+@pytest.mark.slow
 def test_a_try_without_a_response_asks_for_one(url: str, visit: Visit) -> None:
     page = visit(url)
     page.get_by_role("button", name="Score", exact=True).click()
     page.wait_for_selector("text=Write at least one response")
 
 
+@pytest.mark.slow
 def test_none_of_equal_responses_is_the_best(url: str, visit: Visit) -> None:
     page = visit(url)
     page.select_option("#try-model", "broken")
@@ -345,6 +366,7 @@ def test_none_of_equal_responses_is_the_best(url: str, visit: Visit) -> None:
     assert page.locator(".scored .pill").count() == 0
 
 
+@pytest.mark.slow
 def test_responses_are_added_and_removed(url: str, visit: Visit) -> None:
     page = visit(url)
     for _ in range(14):
@@ -385,6 +407,7 @@ def test_each_token_of_a_critic_has_its_value(critic: RunningServer, visit: Visi
     assert re.search(r"Token 1, “.*”: .?\d", page.locator(".told").inner_text())
 
 
+@pytest.mark.slow
 def test_a_critic_that_went_back_to_a_checkpoint(lone_critic: str, visit: Visit) -> None:
     page = visit(lone_critic)
     line = "document.querySelector('#critic svg path.line')"
@@ -397,6 +420,7 @@ def test_a_critic_that_went_back_to_a_checkpoint(lone_critic: str, visit: Visit)
     assert xs[4] == xs[2]
 
 
+@pytest.mark.slow
 def test_a_critic_alone_promises_no_rewards(lone_critic: str, visit: Visit) -> None:
     page = visit(lone_critic)
     assert page.locator("#verdict h1").inner_text() == "Healthy"
@@ -405,6 +429,7 @@ def test_a_critic_alone_promises_no_rewards(lone_critic: str, visit: Visit) -> N
     assert not page.locator("nav a[href='#rewards']").is_visible()
 
 
+@pytest.mark.slow
 def test_a_server_without_a_critic_shows_none(url: str, visit: Visit) -> None:
     page = visit(url)
     assert not page.locator("#critic").is_visible()
@@ -412,7 +437,7 @@ def test_a_server_without_a_critic_shows_none(url: str, visit: Visit) -> None:
 
 
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", slow_but(("dark",), ["light", "dark"]))
 def test_nothing_is_wider_than_the_screen(size: tuple[int, int], scheme: str, url: str, visit: Visit) -> None:
     page = visit(f"{url}/?model=longwinded", size=size, color_scheme=scheme)
     until(page, "document.querySelectorAll('.cells rect').length > 0")
@@ -422,6 +447,7 @@ def test_nothing_is_wider_than_the_screen(size: tuple[int, int], scheme: str, ur
     assert (red > 200) == (scheme == "light")
 
 
+@pytest.mark.slow
 def test_what_the_pointer_and_the_arrow_keys_read(url: str, visit: Visit) -> None:
     page = visit(f"{url}/?model=fair")
     until(page, "document.querySelectorAll('.cells rect').length > 0")

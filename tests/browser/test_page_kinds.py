@@ -66,6 +66,7 @@ def test_a_teachers_entropy_is_shown_if_clients_ask_for_it(server: RunningServer
     assert float(entropy.locator(".legend b").inner_text()) == pytest.approx(np.mean(told), abs=0.006)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
 def test_a_judge_in_words_shows_its_calls_and_no_batches(
     size: tuple[int, int], server: RunningServer, visit: Visit
@@ -126,7 +127,7 @@ def test_a_teacher_has_traffic_and_no_rewards(teachers_server: RunningServer, vi
     assert "logprobs" in page.locator("#models .card", has_text="bare").inner_text()
 
 
-@pytest.mark.parametrize("size", [None, PHONE])
+@pytest.mark.parametrize("size", [None, pytest.param(PHONE, marks=pytest.mark.slow)])
 def test_each_token_has_its_logprob_and_what_was_likeliest(
     size: tuple[int, int] | None, teachers_server: RunningServer, visit: Visit
 ) -> None:
@@ -160,6 +161,7 @@ def test_each_token_has_its_logprob_and_what_was_likeliest(
     assert page.locator(".likeliest table").count() == 0
 
 
+@pytest.mark.slow
 def test_ids_may_be_tried(teachers_server: RunningServer, visit: Visit) -> None:
     page = visit(teachers_server.http_url)
     page.select_option("#try-model", "bare")
@@ -216,6 +218,7 @@ def failures_server(tmp_path: Path) -> Iterator[RunningServer]:
             yield running_server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "names"),
     [(WIDE, tuple(KINDS)), pytest.param(PHONE, ("strict", "careful"), marks=pytest.mark.slow)],
@@ -250,6 +253,7 @@ def test_all_failed_and_some(
                 assert "Failed samples 4 (20%)" in said and "4 samples without one" in said
 
 
+@pytest.mark.slow
 def test_another_model_that_fails_is_told_beside_a_healthy_one(failures_server: RunningServer, visit: Visit) -> None:
     with RewardClient(failures_server.http_url, model="checkpoint") as client:
         client.score(texts=["short"])

@@ -23,6 +23,7 @@ from guerdon.client import RewardClient, TeacherClient
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import JudgeConfig, TeacherConfig
 from server.keys import KEYS, keyed
+from tiers import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def run_python(code: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("model", ["fair", "total", "longwinded", "teacher", "judge"])
+@pytest.mark.parametrize("model", slow_but(("fair", "teacher"), ["fair", "total", "longwinded", "teacher", "judge"]))
 def test_the_lines_of_an_idle_model_ask_it(model: str, server: RunningServer, visit: Visit) -> None:
     def idle(told: dict[str, Any]) -> None:
         for name, one in told["series"]["models"].items():
@@ -100,6 +101,7 @@ def test_the_lines_of_an_idle_model_ask_it(model: str, server: RunningServer, vi
         assert httpx.post(url, json={"query": ["a"], "prompts": [""]}).json()["rewards"]
 
 
+@pytest.mark.slow
 def test_a_critics_lines_ask_it(tmp_path: Path, visit: Visit) -> None:
     with served.running(config=critic_settings(tmp_path, is_alone=True)) as server:
         page = visit(server.http_url)
@@ -112,6 +114,7 @@ def test_a_critics_lines_ask_it(tmp_path: Path, visit: Visit) -> None:
         leave(page)
 
 
+@pytest.mark.slow
 def test_the_panel_is_used_by_the_keyboard_and_goes_with_the_first_request(server: RunningServer, visit: Visit) -> None:
     page = visit(f"{server.http_url}/?model=twice", permissions=["clipboard-read", "clipboard-write"])
     page.get_by_role("tab", name="curl").focus()
@@ -127,6 +130,7 @@ def test_the_panel_is_used_by_the_keyboard_and_goes_with_the_first_request(serve
     comes(page, lambda: ask_again(page) or not page.locator("#connect").is_visible())
 
 
+@pytest.mark.slow
 def test_lines_for_a_server_with_keys_take_them_from_the_environment(tmp_path: Path, visit: Visit) -> None:
     with served.running(config=keyed(tmp_path, grpc_port=None, models=settings(None).models)) as server:
         page = visit(f"{server.http_url}/?model=fair", http_credentials={"username": "x", "password": KEYS["score"]})
@@ -169,6 +173,7 @@ def test_a_judge_shows_its_criteria_and_a_teacher_its_logprobs(server: RunningSe
     assert page.locator("#components figure:visible").count() == 2, "it has neither shares nor labels"
 
 
+@pytest.mark.slow
 def test_recent_errors_are_shown_by_kind(server: RunningServer, visit: Visit) -> None:
     page = visit(f"{server.http_url}/?model=broken")
     assert not page.locator("#errors").is_visible()
@@ -191,6 +196,7 @@ def test_recent_errors_are_shown_by_kind(server: RunningServer, visit: Visit) ->
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
 def test_two_models_are_on_one_chart(size: tuple[int, int], server: RunningServer, visit: Visit) -> None:
     page = visit(f"{server.http_url}/?model=total&beside=marked", size=size)
@@ -205,6 +211,7 @@ def test_two_models_are_on_one_chart(size: tuple[int, int], server: RunningServe
     until(page, "!location.search.includes('beside') && document.querySelector('#beside').hidden")
 
 
+@pytest.mark.slow
 def test_an_earlier_version_may_be_the_reference(server: RunningServer, visit: Visit) -> None:
     changes: list[dict[str, Any]] = []
 
@@ -232,6 +239,7 @@ def seconds(ends: tuple[str, str]) -> float:
     return (end - start).total_seconds() % 86_400
 
 
+@pytest.mark.slow
 def test_dragging_zooms_and_a_button_goes_back(server: RunningServer, visit: Visit) -> None:
     nows: list[float] = []
 
@@ -263,6 +271,7 @@ def test_dragging_zooms_and_a_button_goes_back(server: RunningServer, visit: Vis
     assert "until" not in page.url
 
 
+@pytest.mark.slow
 def test_enter_at_both_ends_zooms_as_well(server: RunningServer, visit: Visit) -> None:
     def long_ago(told: dict[str, Any]) -> None:
         told["server"]["started"] -= 3000
@@ -301,6 +310,7 @@ def test_a_chart_is_saved_as_csv_and_png(server: RunningServer, visit: Visit, tm
     assert width > 600 and height > 300
 
 
+@pytest.mark.slow
 def test_numbers_of_every_chart_can_be_saved(server: RunningServer, visit: Visit) -> None:
     with RewardClient(server.http_url, model="fair") as client:
         client.score(texts=texts(random.Random(0), 60))
@@ -315,6 +325,7 @@ def test_numbers_of_every_chart_can_be_saved(server: RunningServer, visit: Visit
         assert {len(row) for row in rows} == {len(head)}
 
 
+@pytest.mark.slow
 def test_cells_of_a_csv_file_are_quoted(server: RunningServer, visit: Visit) -> None:
     page = visit(server.http_url)
     table = {"head": ["a,b", 'say "x"'], "rows": [[1.5, None], ["line\nbreak", 0]]}

@@ -16,6 +16,7 @@ from guerdon.settings.config import ModelConfig
 from ports import free_port
 from served import Serve
 from server.keys import KEYS, keyed
+from tiers import slow_but
 
 NO_ANSWER = ("Failed to load resource",)
 """What the browser itself says of an answer that does not come, or that is an error."""
@@ -52,6 +53,7 @@ def test_an_idle_server_says_so(idle: str, visit: Visit) -> None:
     assert page.title().startswith("Ready, and idle")
 
 
+@pytest.mark.slow
 def test_a_server_whose_first_request_waits_is_not_idle(idle: str, visit: Visit) -> None:
     def wait(told: dict[str, Any]) -> None:
         for lines in told["series"]["models"].values():
@@ -65,6 +67,7 @@ def test_a_server_whose_first_request_waits_is_not_idle(idle: str, visit: Visit)
 LONG_NAME = "a_reward_model_with_a_rather_long_name_of_which_nothing_may_be_hidden"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
 def test_nothing_is_written_under_a_pill(size: tuple[int, int], visit: Visit) -> None:
     config = settings(None)
@@ -94,6 +97,7 @@ def test_nothing_is_written_under_a_pill(size: tuple[int, int], visit: Visit) ->
         leave(page)  # else it asks a server that has stopped
 
 
+@pytest.mark.slow
 def test_it_says_that_it_asks_until_the_first_answer(idle: str, visit: Visit) -> None:
     held: list[Any] = []
     page = visit(
@@ -144,6 +148,7 @@ def test_a_server_that_stops_and_comes_back(visit: Visit) -> None:
         leave(page)
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_not_called_ready(idle: str, visit: Visit) -> None:
     held: list[Any] = []
     is_hanging = [True]
@@ -169,6 +174,7 @@ def test_a_server_that_hangs_is_not_called_ready(idle: str, visit: Visit) -> Non
     assert page.locator("#server .pill.ok").inner_text() == "Ready"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
 def test_a_notice_covers_nothing_of_the_bar_and_stays_in_sight(size: tuple[int, int], idle: str, visit: Visit) -> None:
     version = ["1.0"]
@@ -202,7 +208,7 @@ def test_the_page_asks_for_a_key_if_the_server_has_keys(tmp_path: Path, visit: V
         leave(page)
 
 
-@pytest.mark.parametrize("role", ["score", "admin"])
+@pytest.mark.parametrize("role", slow_but(("admin",), ["score", "admin"]))
 def test_the_browsers_own_question_for_a_key_opens_the_page(role: str, tmp_path: Path, visit: Visit) -> None:
     config = keyed(tmp_path, grpc_port=None, models=settings(None).models, dashboard_samples=True)
     with served.running(config=config) as server:
@@ -221,6 +227,7 @@ def test_a_refusal_says_what_the_server_says(idle: str, visit: Visit) -> None:
     assert "The server refuses: the URL has reference=9-1" in page.locator("#notice").inner_text()
 
 
+@pytest.mark.slow
 def test_an_answer_that_cannot_be_shown_is_told_and_the_next_is_asked_for(idle: str, visit: Visit) -> None:
     is_strange = [False]
 
@@ -240,6 +247,7 @@ def test_an_answer_that_cannot_be_shown_is_told_and_the_next_is_asked_for(idle: 
     assert not page.locator("#notice").is_visible()
 
 
+@pytest.mark.slow
 def test_a_server_of_another_version_has_the_page_loaded_again(idle: str, visit: Visit) -> None:
     version = ["1.0"]
     page = visit(idle, prepare=lambda page: alter(page, lambda told: told["server"].update(version=version[0])))
@@ -252,6 +260,7 @@ def test_a_server_of_another_version_has_the_page_loaded_again(idle: str, visit:
     assert not page.locator("#notice").is_visible()
 
 
+@pytest.mark.slow
 def test_a_verdict_is_said_when_it_changes_and_not_with_each_figure(idle: str, visit: Visit) -> None:
     failing = [0.0]
 
@@ -279,6 +288,7 @@ def test_a_verdict_is_said_when_it_changes_and_not_with_each_figure(idle: str, v
     assert said[0].startswith("Something is wrong. 21% of requests fail")
 
 
+@pytest.mark.slow
 def test_it_works_under_the_prefix_of_a_proxy(idle: str, visit: Visit) -> None:
     with under_a_prefix(idle, "/rewards/one") as url:
         page = visit(url)
@@ -297,6 +307,7 @@ def test_a_model_that_is_not_served_gives_way_to_one_that_is(idle: str, visit: V
     until(page, "!document.querySelector('main').hasAttribute('aria-busy')")
 
 
+@pytest.mark.slow
 def test_the_theme_is_the_systems_until_one_is_chosen(idle: str, visit: Visit) -> None:
     page = visit(idle, color_scheme="dark", size=PHONE)
     ground = "getComputedStyle(document.body).backgroundColor"
@@ -361,6 +372,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_placeholders_and_shaded_tokens_stand_out(idle: str, scheme: str, visit: Visit) -> None:
     page = visit(idle, color_scheme=scheme)
@@ -395,6 +407,7 @@ def test_placeholders_and_shaded_tokens_stand_out(idle: str, scheme: str, visit:
         assert opacity == 1 and contrast(colour, ground) >= 4.5, (colour, ground)
 
 
+@pytest.mark.slow
 def test_no_menu_cuts_a_models_name_on_a_phone(idle: str, visit: Visit) -> None:
     page = visit(idle, size=PHONE)
     for menu, name in (("#model", "longwinded"), ("#other", "no other model")):

@@ -84,14 +84,11 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, dict[st
 
 SILENT = (
     "",
-    "mean of the batch",
     "neighbours leak",
     "answers mixed up",
     "cut at the left",
-    "bad is 0.0",
-    "two versions",
 )
-"""An innocent server, and faults that change numbers without a word."""
+"""An innocent server, and some of the faults that change numbers without a word."""
 
 
 def faults(trials: dict[str, dict[str, str]]) -> dict[str, str]:
@@ -115,6 +112,7 @@ def test_each_planted_fault_is_found(fault: str, folder: Path, capsys: pytest.Ca
     assert found.keys() - {wrong_server.FAULTS[fault]} <= ALSO.get(fault, set()), found
 
 
+@pytest.mark.slow
 def test_a_sigmoid_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with wrong_server.serving(folder / "rm", "sigmoid") as url:
         _, trials = run(capsys, url, "--reference", folder / "rm")
@@ -130,7 +128,7 @@ OF_TEACHERS = [form.name for form in FORMS if form.gives != "rewards"]
 @pytest.mark.parametrize(
     ("model", "form"),
     [
-        *slow_but(("rm", "short"), ((model, "kserve") for model in (*IN_FOLDERS, "lm", "short", "judge"))),
+        *slow_but(("rm",), ((model, "kserve") for model in (*IN_FOLDERS, "lm", "short", "judge"))),
         *slow_but((), (("rm", form) for form in ("trlx", *OF_REWARDS))),
         pytest.param("encoder", "vllm-score", marks=pytest.mark.slow),
         ("lm", OF_TEACHERS[0]),
@@ -159,6 +157,7 @@ def test_a_scorer_of_lengths_has_none(serve: Serve, capsys: pytest.CaptureFixtur
         assert trials[name]["why"] == "texts of equal length score alike, whatever they say", name
 
 
+@pytest.mark.slow
 def test_another_models_limit_is_not_taken(folder: Path, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     first = TeacherConfig(model=str(folder / "lm"), name="lm", max_length=48)
     server = serve(first, ModelConfig(model=str(folder / "rm"), name="rm"))
@@ -217,6 +216,7 @@ def test_what_cannot_be_asked_is_misuse(
         assert status == Exit.CANNOT_START and why in trials[""]["why"], argv
 
 
+@pytest.mark.slow
 def test_a_form_may_be_a_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     form = {"name": "mine", "path": "/classify", "ids": {"model": "m", "input": "$ids"}, "read": "data.[].probs"}
     (tmp_path / "form.json").write_text(json.dumps(form))

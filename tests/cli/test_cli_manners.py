@@ -254,6 +254,7 @@ def test_no_status_is_written_as_a_number() -> None:
                 assert not isinstance(given, ast.Constant), f"{path}:{given.lineno}"
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_gets_no_traceback() -> None:
     ours, theirs = os.pipe()
     os.close(ours)

@@ -182,6 +182,7 @@ def test_an_untested_version_is_a_problem_and_a_missing_package_a_note(tmp_path,
     assert all(part.level == "note" and "pip install '.[" in part.help for part in missing)
 
 
+@pytest.mark.slow
 def test_a_torch_that_cannot_be_imported_is_a_problem(tmp_path):
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')\n")
     status, found = in_a_process(path=tmp_path)

@@ -254,9 +254,10 @@ def test_waiting_for_a_server_that_starts_late_and_one_that_never_does(
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        *(("http", how) for how in ("idle", "in flight", "queued", "waiting", "exception")),
-        *(pytest.param("grpc", how, marks=pytest.mark.slow) for how in ("idle", "queued", "waiting")),
-        *(("grpc", how) for how in ("in flight", "exception")),
+        *(("http", how) for how in ("in flight", "exception")),
+        ("grpc", "in flight"),
+        *(pytest.param("http", how, marks=pytest.mark.slow) for how in ("idle", "queued", "waiting")),
+        *(pytest.param("grpc", how, marks=pytest.mark.slow) for how in ("idle", "queued", "waiting", "exception")),
     ],
 )
 def test_the_interpreter_ends_without_waiting_for_the_client(server: EchoProcess, kind: str, how: str) -> None:
@@ -283,6 +284,7 @@ print("end", time.time())
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_an_async_client_that_nobody_closed_does_not_hold_up_the_end(server: EchoProcess) -> None:
     code = f"""
 import asyncio
@@ -316,6 +318,7 @@ assert list(client.score(texts=["abcd"])) == [4.0]
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_over_grpc_a_fork_works_only_while_no_call_is_under_way() -> None:
     with EchoProcess(slow_s=120) as server:
         code = f"""
@@ -405,6 +408,7 @@ print(*(name for name in ("torch", "transformers", "grpc", "guerdon.server") if 
     assert done.stdout == "\ngrpc\n", done.stderr
 
 
+@pytest.mark.slow
 def test_grpc_without_its_extra_says_what_to_install() -> None:
     code = """
 import sys

@@ -100,6 +100,7 @@ def test_a_failed_sample_has_no_tokens_and_says_why(teacher: Path, tmp_path: Pat
     assert [len(one["tokens"]) for one in read(tmp_path / "out").values()] == [2, 0, 1]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(teacher: Path, tmp_path: Path) -> None:
     """Each shard has three rows; the killed run's are kept, byte for byte."""
     rng = np.random.default_rng(0)

@@ -48,6 +48,7 @@ def test_a_nan_is_a_failed_sample(url: str) -> None:
     assert np.isnan(scores.rewards[1])
 
 
+@pytest.mark.slow
 def test_many_at_once_of_different_widths(url: str) -> None:
     with RewardClient(url) as client:
         futures = [client.submit(tokens=[[1] * (i % 7 + 1)] * 2) for i in range(200)]

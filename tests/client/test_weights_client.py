@@ -40,6 +40,7 @@ def version(server: RunningServer) -> str:
         return client.score(tokens=ROWS).weights_version
 
 
+@pytest.mark.slow
 def test_every_third_call_sends_torch_or_numpy_with_the_same_bits(
     server: RunningServer, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,7 @@ def test_proxies_on_loopback_need_no_keys_as_a_plain_server_there(module: Any, p
         assert [reply.status_code for reply in asked(module, config, named)] == [200, 403]
 
 
+@pytest.mark.slow
 def test_a_file_for_another_address_does_for_rays(module: Any, proxies: SimpleNamespace) -> None:
     proxies.host = "127.0.0.1"
     settings = module._settings(MODELS | {"host": "0.0.0.0", "port": 1})
@@ -154,6 +155,7 @@ def test_relative_paths_start_where_the_application_is_built(
     assert config.api_keys_file == os.path.join(tmp_path, "keys")
 
 
+@pytest.mark.slow
 def test_no_replica_loads_or_unloads_for_itself(module: Any, tmp_path: Path) -> None:
     config = keyed(tmp_path, models=from_mapping(ServerConfig, MODELS).models)
     path = "/v2/repository/models/reward_model"

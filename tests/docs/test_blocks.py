@@ -120,6 +120,7 @@ def test_the_critics_page_does_what_it_says(reader: Reader) -> None:
     assert list((reader.folder / "critic/journal").iterdir())
 
 
+@pytest.mark.slow
 def test_the_teachers_page_does_what_it_says(reader: Reader) -> None:
     if not (reader.folder / "my-model").exists():
         (reader.folder / "my-model").symlink_to(reader.folder / "my-policy")
@@ -167,6 +168,7 @@ def test_the_judges_page_does_what_it_says(reader: Reader) -> None:
     assert math.isclose(scores.rewards[0], 2 * scores.attributes[0, 0] + scores.attributes[0, 1], rel_tol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_page_of_judges_that_compare_does_what_it_says(reader: Reader) -> None:
     judge(reader)
     for block in blocks_of(ROOT / "docs/comparing.md"):
@@ -178,6 +180,7 @@ def test_the_page_of_judges_that_compare_does_what_it_says(reader: Reader) -> No
     assert math.isclose(scores.rewards.sum(), 0, abs_tol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_page_of_samples_criteria_does_what_it_says(reader: Reader) -> None:
     judge(reader)
     for block in blocks_of(ROOT / "docs/sample_criteria.md"):
@@ -187,6 +190,7 @@ def test_the_page_of_samples_criteria_does_what_it_says(reader: Reader) -> None:
     assert scores.attribute_names == ("correct", "sample_criteria", "other_mass", "label_entropy")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="isolation needs Linux")
 def test_the_page_about_child_processes_does_what_it_says(reader: Reader) -> None:
     blocks = blocks_of(ROOT / "docs/verifiers.md")

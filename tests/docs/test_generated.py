@@ -188,6 +188,7 @@ def test_nothing_is_asked_of_another_host(site: Path) -> None:
         assert not asked, asked
 
 
+@pytest.mark.slow
 def test_each_broken_link_fails(tmp_path: Path) -> None:
     links = ["no_page.md", "page.md#no-heading", "../benchmarks/NOTHING.md"]
     for path in ("docs/page.md", *ALWAYS):

@@ -20,7 +20,7 @@ from served import Serve
 from teaching import plain
 from tiers import of_each_kind, slow_but
 
-QUICK = ("nemotron_h", "falcon_h1", "lfm2")  # recurrences in chunks, in two kinds of layer, and convolutions
+QUICK = ("lfm2",)  # has convolutions; those with recurrences in chunks are slow, but in test_independence.py
 
 
 def make_rows() -> list[np.ndarray]:
@@ -103,6 +103,7 @@ def test_a_prompt_is_computed_once_and_copies_stay_within_the_budget(tmp_path: P
     assert sorted(forwards(engine, rows)) == [(1, 10), (1, 25), (1, 100), (2, 30)]
 
 
+@pytest.mark.slow
 def test_beyond_the_budget_a_level_is_computed_again(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     turns = [random.integers(zoo.FIRST_TOKEN, zoo.VOCAB_SIZE, n) for n in (40, 30, 20, 10, 11)]
@@ -180,6 +181,7 @@ def test_step_rewards_and_judges_on_this_path(name: str, tmp_path: Path) -> None
     np.testing.assert_allclose(scores.attributes, wanted["values"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_memory_fails_alone(tmp_path: Path, serve: Serve) -> None:
     folder = zoo.checkpoint("lfm2", tmp_path)
     made: list[Any] = []

@@ -60,6 +60,7 @@ def check(folder: Path, num_ranks: int, models: tuple[str, ...], *layouts: str, 
         assert all(difference < 1e-5 for difference in worst.values()), (where, worst)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks(folder: Path) -> None:
     """Tensor parallel, with micro-batches and shared prompts; nothing is there but what the extra `server` brings.

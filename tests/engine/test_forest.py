@@ -58,7 +58,7 @@ def rows_alone(*lengths: int) -> PackedBatch:
     return batch
 
 
-@pytest.mark.parametrize("dtype", slow_but((torch.float32, torch.bfloat16), TOLERANCE), ids=str)
+@pytest.mark.parametrize("dtype", slow_but((torch.float32,), TOLERANCE), ids=str)
 @pytest.mark.parametrize(
     "kv_heads", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
 )
@@ -247,6 +247,7 @@ def test_scratch_that_does_not_fit_is_an_error_of_python(monkeypatch: pytest.Mon
 # ----------------------------------------------------------------------------------------- the process
 
 
+@pytest.mark.slow
 def test_one_openmp_runtime_is_in_the_process() -> None:
     code = (
         "import torch; from guerdon.engine.native.library import kernels\n"
@@ -258,7 +259,9 @@ def test_one_openmp_runtime_is_in_the_process() -> None:
     assert done.stdout == "1\n"
 
 
-@pytest.mark.parametrize(("level", "build"), [("avx512", "avx512"), ("avx2", "avx2"), ("default", "baseline")])
+@pytest.mark.parametrize(
+    ("level", "build"), slow_but(("default",), [("avx512", "avx512"), ("avx2", "avx2"), ("default", "baseline")])
+)
 def test_pytorchs_level_chooses_the_build(level: str, build: str, monkeypatch: pytest.MonkeyPatch) -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in ("AVX512", "AVX2") or level == "avx512" != capability.lower():

@@ -195,6 +195,7 @@ def test_a_leak_smaller_than_the_tolerance_of_the_dtype_refuses_the_path(
     assert engine.path == "shared" and "a row's states change with its neighbours" in engine.info.why
 
 
+@pytest.mark.slow
 def test_experts_may_round_otherwise_but_not_depend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A difference without a gradient is rounding; with one, however small, it is a dependence."""
     monkeypatch.setattr(independence, "why_bits_differ", lambda *_: "experts round")
@@ -241,7 +242,7 @@ def test_a_reward_model_that_looks_ahead_is_right_and_shares_no_prompt(
     assert np.abs(causal - want).max() > 1e-2 * want.std(), "the setting counts"
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa", "hy_v4", "deepseek_v4"])
+@pytest.mark.parametrize("name", slow_but(("deepseek_v32",), ["deepseek_v32", "glm_moe_dsa", "hy_v4", "deepseek_v4"]))
 def test_a_teacher_keeps_the_last_token_if_its_absence_changes_earlier_logits(name: str, tmp_path: Path) -> None:
     folder = fresh(name, tmp_path, randomised=name != "deepseek_v4")
     rows = texts(60, 41, 90, 33, 64)
@@ -295,7 +296,7 @@ def assert_exact(engine: Engine, folder: Path, lengths: list[int]) -> None:
     assert np.abs(got - want).max() <= 1e-4 * want.std()
 
 
-@pytest.mark.parametrize("max_batch_tokens", [1, 48])
+@pytest.mark.parametrize("max_batch_tokens", slow_but((48,), [1, 48]))
 def test_a_small_budget_hides_no_state_that_runs_from_row_to_row(max_batch_tokens: int, tmp_path: Path) -> None:
     folder = zoo.checkpoint("jamba", tmp_path / "jamba")
     engine = build(folder, max_batch_tokens=max_batch_tokens)
@@ -333,6 +334,7 @@ def test_entries_that_a_model_appends_to_the_keys_are_not_left_out(tmp_path: Pat
     assert_exact(engine, folder, [200, 130, 40])
 
 
+@pytest.mark.slow
 def test_a_small_budget_hides_no_state_that_padding_changes(tmp_path: Path) -> None:
     policy = load_policy(LanguageModelConfig(model=str(zoo.language_model("mamba", tmp_path)), max_batch_tokens=39))
     assert DecoderChoice(policy, LanguageEngine(policy)).kind == "alone"

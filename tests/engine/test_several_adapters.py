@@ -68,6 +68,7 @@ def config(base: Path, *folders: Path, **settings: Any) -> ModelConfig:
     return ModelConfig(model=str(base), adapters=adapters, **settings)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_model_in_memory_names_no_base(base: Path, folders: list[Path]) -> None:
     for folder, named in zip(folders, ("", None), strict=True):
         zoo.configure(folder, "adapter_config.json", base_model_name_or_path=named)
@@ -101,6 +102,7 @@ def test_one_batch_of_all_scores_as_each_alone(name: str, tmp_path: Path) -> Non
     np.testing.assert_allclose([x.reward for x in engine.score(sequences)], want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_other_heads_over_the_same_base(tmp_path: Path) -> None:
     """LlamaFactory's value head beside an adapter for language models, and rewards that are read from logits."""
     base, rows = zoo.language_model("llama", tmp_path / "base"), zoo.rows()

@@ -19,6 +19,7 @@ from guerdon.engine.engine import Engine
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ModelConfig, TokenRewardConfig, TurnConfig
 from teaching import plain
+from tiers import slow_but
 
 ASKED = [{"role": "user", "content": "What is 1+1?"}]
 CONVERSATIONS = [[*ASKED, {"role": "assistant", "content": text}] for text in ("1+1=2", "1+1=3, I think", "two")]
@@ -63,7 +64,9 @@ def test_the_logit_of_an_id_as_the_next_token(folder: Path) -> None:
         np.testing.assert_allclose(served.score(messages=CONVERSATIONS).rewards, want, **NEAR)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "granite", "gptj", "opt-projected"])
+@pytest.mark.parametrize(
+    "name", slow_but(("llama", "gemma2"), ["llama", "gemma2", "cohere", "granite", "gptj", "opt-projected"])
+)
 def test_every_form_equals_transformers_one_by_one(name: str, tmp_path: Path) -> None:
     """Scales, soft caps, biases and tied weights of the output head included."""
     folder, rows = zoo.language_model(name, tmp_path), zoo.rows()

@@ -360,6 +360,7 @@ def test_a_server_that_is_gone_is_told_and_not_asked_without_a_break():
     assert time.perf_counter() - started > 0.3
 
 
+@pytest.mark.slow
 def test_the_script_shows_its_progress_on_a_terminal(server):
     """A real process, whose stderr is a terminal and whose stdout is none."""
     ours, its = pty.openpty()

@@ -252,6 +252,7 @@ async def test_a_device_that_dies_ends_the_server_and_the_other_answers_first(ro
     assert isinstance(service.loss, ServerFault) and WHY in str(service.loss) and not service.is_computing
 
 
+@pytest.mark.slow
 def test_a_device_that_dies_does_not_leave_what_another_computes_too_long_without_an_answer(root: Path) -> None:
     gate = Gate()
 
@@ -285,6 +286,7 @@ def four_threads() -> Iterator[None]:
         host._num_threads.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("four_threads")
 async def test_two_loops_on_the_cpu_divide_its_cores(root: Path) -> None:
     seen: list[tuple[int, int]] = []

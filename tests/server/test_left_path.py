@@ -225,6 +225,7 @@ def test_a_step_without_memory_leaves_the_path_and_changes_nothing(
     assert broken.engine.path == "packed+shared" and same(weights(broken), weights(one))
 
 
+@pytest.mark.slow
 def test_values_and_losses_are_measured_by_the_plain_forward(tmp_path: Path, fail: Callable[[Exception], None]) -> None:
     folder = zoo.checkpoint("llama", tmp_path)
     want, got = (build(folder, max_batch_tokens=90) for _ in range(2))

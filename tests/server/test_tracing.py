@@ -612,6 +612,7 @@ with CriticClient(sys.argv[1]) as client:
     assert traces == {"critic_train": done.stdout.strip(), "critic_infer": done.stdout.strip()}
 
 
+@pytest.mark.slow
 def test_the_command_sends_traces(collector: Collector) -> None:
     command = [sys.executable, "-m", "guerdon", "serve", "scorers:score", "--port", "0", "--no-grpc"]
     env = environment() | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -72,6 +72,7 @@ def test_what_a_step_holds_goes_by_the_token_budget(measured: Callable[[Path, in
     assert 3.4 * few < measured(folder, 16, 8 * GROUP) < 4.2 * few
 
 
+@pytest.mark.slow
 def test_logits_beyond_the_table_are_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table bounds them, however many tokens a budget lets in."""
     folder = zoo.language_model("llama", tmp_path, vocab_size=16 * zoo.VOCAB_SIZE)

@@ -285,6 +285,7 @@ def test_values_that_are_not_finite_fail_alone(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------- off the device
 
 
+@pytest.mark.slow
 def test_an_offloaded_critic_refuses_and_comes_back_unchanged(folder: Path, tmp_path: Path) -> None:
     trainer, other, asked = build(folder), build(folder), request(ROWS)
     trainer.train(asked)
@@ -346,6 +347,7 @@ def test_two_passes_in_one_request_are_two_requests_bit_for_bit(folder: Path) ->
         assert getattr(report, name) == sum(getattr(r, name) for r in reports), name
 
 
+@pytest.mark.slow
 def test_a_request_that_breaks_off_in_its_second_pass_is_done_again_up_to_there(folder: Path) -> None:
     broken, again = build(folder), build(folder)
     with pytest.MonkeyPatch.context() as patch:

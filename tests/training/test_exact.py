@@ -55,7 +55,7 @@ def test_every_architecture_learns_what_plain_torch_does(name: str, tmp_path: Pa
     assert_trained_alike(trainer, folder, [request(zoo.rows(0, SHARED))])
 
 
-@pytest.mark.parametrize("path", ["packed+shared", "packed", "padded", "single"])
+@pytest.mark.parametrize("path", slow_but(("packed+shared", "padded"), ("packed+shared", "packed", "padded", "single")))
 def test_every_path_learns_what_plain_torch_does(path: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint("qwen3", tmp_path)
     trainer = build(folder)
@@ -64,15 +64,15 @@ def test_every_path_learns_what_plain_torch_does(path: str, tmp_path: Path) -> N
     assert_trained_alike(trainer, folder, [request(zoo.rows(0, SHARED))])
 
 
-@pytest.mark.parametrize("groups", [SHARED, APART], ids=["shared", "apart"])
-@pytest.mark.parametrize("size", [1, 4, 100], ids=["each", "several", "one"])
+@pytest.mark.parametrize("groups", [SHARED, pytest.param(APART, marks=pytest.mark.slow)], ids=["shared", "apart"])
+@pytest.mark.parametrize("size", slow_but((4, 100), (1, 4, 100)), ids=["each", "several", "one"])
 def test_every_size_of_the_global_batch_learns_what_plain_torch_does(size: int, groups: Any, tmp_path: Path) -> None:
     folder = zoo.checkpoint("llama", tmp_path)
     rows = zoo.rows(1, groups, least=4)
     assert_trained_alike(build(folder, global_batch_size=size), folder, [request(rows)])
 
 
-@pytest.mark.parametrize("count", [4, 5, 6, 10])
+@pytest.mark.parametrize("count", slow_but((6,), (4, 5, 6, 10)))
 def test_any_number_of_rows_learns_what_plain_torch_does(count: int, tmp_path: Path) -> None:
     folder = zoo.checkpoint("llama", tmp_path)
     rows = zoo.rows(2, SHARED)[:count]
@@ -83,7 +83,10 @@ def test_any_number_of_rows_learns_what_plain_torch_does(count: int, tmp_path: P
 
 @pytest.mark.parametrize(
     "settings",
-    [{"loss_clip_val": 0.0}, {"loss_clip_val": 5.0}, {"gradient_clip_val": 0.0}, {"gradient_clip_val": 0.1}],
+    slow_but(
+        ({"loss_clip_val": 0.0}, {"gradient_clip_val": 0.1}),
+        [{"loss_clip_val": 0.0}, {"loss_clip_val": 5.0}, {"gradient_clip_val": 0.0}, {"gradient_clip_val": 0.1}],
+    ),
     ids=str,
 )
 def test_every_setting_of_the_loss_learns_what_plain_torch_does(settings: dict[str, float], tmp_path: Path) -> None:
@@ -92,6 +95,7 @@ def test_every_setting_of_the_loss_learns_what_plain_torch_does(settings: dict[s
     assert_trained_alike(build(folder, **settings), folder, [request(zoo.rows(0, SHARED))], **plain)
 
 
+@pytest.mark.slow
 def test_request_after_request_with_values_in_between(tmp_path: Path) -> None:
     folder = zoo.checkpoint("llama", tmp_path)
     trainer, rows = build(folder), zoo.rows(0, SHARED)
@@ -115,7 +119,7 @@ def changing_rope(kind: str, folder: Path) -> Path:
     return zoo.checkpoint("llama", folder, rope_parameters=rope | {"factor": 2.0}, max_position_embeddings=48)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("kind", slow_but(("dynamic",), ("dynamic", "longrope")))
 def test_values_asked_for_before_leave_no_trace_in_training(kind: str, tmp_path: Path) -> None:
     """Both keep what they derived from the longest sequence, and scoring derives it without gradients."""
     folder = changing_rope(kind, tmp_path)
@@ -128,7 +132,7 @@ def test_values_asked_for_before_leave_no_trace_in_training(kind: str, tmp_path:
     assert same(weights(asked), weights(told))
 
 
-@pytest.mark.parametrize("length", [49, 80])
+@pytest.mark.parametrize("length", slow_but((80,), (49, 80)))
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rope_that_depends_on_the_length_has_in_training_the_length_of_serving(
     kind: str, length: int, tmp_path: Path
@@ -154,8 +158,9 @@ def test_rope_that_depends_on_the_length_has_in_training_the_length_of_serving(
     np.testing.assert_allclose(report.grad_norm, norms[-1], rtol=1e-5)
 
 
-def test_activations_computed_twice_change_nothing(tmp_path: Path) -> None:
-    folder = zoo.checkpoint("gemma2", tmp_path)
+@pytest.mark.parametrize("name", slow_but(("llama",), ("llama", "gemma2")))
+def test_activations_computed_twice_change_nothing(name: str, tmp_path: Path) -> None:
+    folder = zoo.checkpoint(name, tmp_path)
     plain, twice = build(folder), build(folder, activation_checkpointing=True)
     asked = request(zoo.rows(0, SHARED))
     assert plain.train(asked) == twice.train(asked)
@@ -197,7 +202,7 @@ def flattened(asked: TrainRequest) -> TrainRequest:
     return TrainRequest("flat", tokens, *tables.astype(np.float32))
 
 
-@pytest.mark.parametrize("name", slow_but(("llama", "gemma2"), NAMES))
+@pytest.mark.parametrize("name", slow_but(("llama",), NAMES))
 @pytest.mark.parametrize("budget", [4096, 60], ids=["one micro-batch", "cut"])
 def test_a_tree_has_the_gradients_of_its_flattened_sequences(name: str, budget: int, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path)
@@ -206,6 +211,7 @@ def test_a_tree_has_the_gradients_of_its_flattened_sequences(name: str, budget: 
     assert_same_gradients(trainer, folder, tree())
 
 
+@pytest.mark.slow
 def test_a_comb_has_the_gradients_of_its_flattened_sequences(tmp_path: Path) -> None:
     folder = zoo.checkpoint("llama", tmp_path)
     parents = [-1]

@@ -34,7 +34,7 @@ peft = pytest.importorskip("peft")
 ROWS = zoo.rows(0, ((40, 5), (20, 3), (3, 3)))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", slow_but(("llama", "gpt2"), ["llama", "gpt2", "gemma2", "mixtral"]))
 def test_it_begins_as_the_model_and_only_adapters_and_head_move(name: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path)
     trainer = build(folder, lora=4)
@@ -104,7 +104,7 @@ def plain_lora(
     return plain
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", slow_but(("llama",), ["llama", "gemma2"]))
 def test_every_adapter_learns_what_peft_in_plain_torch_does(name: str, tmp_path: Path) -> None:
     folder = zoo.checkpoint(name, tmp_path)
     trainer = build(folder, lora=4, lora_alpha=8.0)
@@ -126,6 +126,7 @@ def test_every_adapter_learns_what_peft_in_plain_torch_does(name: str, tmp_path:
         assert difference(got[key], exact.parameters[key].detach()) <= max(1e-5, 3 * noise), key
 
 
+@pytest.mark.slow
 def test_half_precision_trunks_have_float32_adapters(tmp_path: Path) -> None:
     trainer = build(zoo.checkpoint("llama", tmp_path), lora=4, dtype="bfloat16")
     trainer.train(request(ROWS), 1)

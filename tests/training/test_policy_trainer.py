@@ -209,7 +209,7 @@ def test_an_offloaded_policy_comes_back_unchanged(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------- the reference
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora": 4}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("settings", slow_but(({}, {"lora": 4}), [{}, {"lora": 4}, {"dtype": "bfloat16"}]), ids=str)
 def test_the_reference_stays_what_the_policy_was(settings: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     trainer = build(folder, **settings)
     before = trainer.logprobs(ROWS, PROMPTS, 0.8).logprobs
@@ -256,6 +256,7 @@ def test_memory_must_have_room_for_the_reference(folder: Path, monkeypatch: pyte
 # ------------------------------------------------------------------------------------------- adapters
 
 
+@pytest.mark.slow
 def test_adapters_begin_as_the_seed_has_them_and_leave_other_random_numbers_alone(folder: Path) -> None:
     config = PolicyConfig(model=str(folder), lora=2)
     torch.manual_seed(1)
@@ -266,7 +267,7 @@ def test_adapters_begin_as_the_seed_has_them_and_leave_other_random_numbers_alon
     assert {n for n in one if not torch.equal(one[n], other[n])} == {n for n in one if "lora_A" in n}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", slow_but(("llama",), ["llama", "gemma2"]))
 def test_adapters_learn_what_peft_in_plain_torch_does(name: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     folder = zoo.language_model(name, tmp_path)
@@ -354,7 +355,7 @@ def test_plain_transformers_reads_the_policy_and_its_tokenizer(name: str, tmp_pa
     assert torch.equal(got, want) and again.step_count == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", slow_but(("llama",), ["llama", "gemma2", "gpt2"]))
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 def test_transformers_and_peft_read_the_adapters(name: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")

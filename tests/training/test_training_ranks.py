@@ -106,6 +106,7 @@ def run(folders: tuple[Path, Path, Path], num_processes: int, names: list[str], 
         assert [s.reward for s in fresh.score(rows)] == [s.reward for s in own["critic"].score(rows)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_two_processes_train_as_one(folders: tuple[Path, Path, Path]) -> None:
     # Data parallel by itself trains in tests/actor/test_actor_ranks.py, and in the slow ones below.

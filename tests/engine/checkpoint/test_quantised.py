@@ -292,6 +292,7 @@ def test_parts_that_do_not_fit_each_other(
     assert e.value.help and "\n" not in str(e.value)
 
 
+@pytest.mark.slow
 def test_experts_teachers_and_critics(tmp_path: Path) -> None:
     """Released experts are apart in the files, each with scales of its own, and one tensor in the model."""
     folder = quantise(zoo.checkpoint("mixtral", tmp_path / "rm"), *LAYOUTS["fp8"], tmp_path / "meant")

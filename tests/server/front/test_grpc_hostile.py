@@ -319,6 +319,7 @@ def peak_mib(process: psutil.Process) -> float:
     raise AssertionError("no VmHWM")
 
 
+@pytest.mark.slow
 def test_bombs_take_no_more_memory_than_messages_may(process):
     """Each is 128 MiB of zeros: gRPC has to end what decompresses to more than a message may have."""
     server, measured = process

@@ -195,6 +195,7 @@ def test_answers_that_nobody_reads_take_no_more_than_bodies_may(unread_server: R
         wait_until(lambda: unread_post(unread_server, asked)[0][":status"] == "200")
 
 
+@pytest.mark.slow
 def test_what_large_answers_took_is_given_back(unread_server: RunningServer) -> None:
     """To the system: the C library would keep it for the process."""
     before = resident_bytes()

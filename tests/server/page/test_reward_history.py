@@ -119,6 +119,7 @@ def test_numbers_that_are_not_finite_are_left_out():
     assert not len(pool(made, "never asked", NOW - 60, NOW + 60, NOW).rewards)
 
 
+@pytest.mark.slow
 def test_a_day_is_kept_in_minutes_and_the_last_hour_in_shorter_stretches():
     made = noted(np.ones(20_000), seconds=100_000, a_request=1)
     hour = pool(made, "rm", NOW - 3600, NOW, NOW)
