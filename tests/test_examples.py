@@ -207,6 +207,7 @@ def test_the_chat_example_says_what_is_wrong_with_the_pairs(lines: Any, said: st
     assert_refused([sys.executable, "-c", code, path], f"{path}", said, PYTHONPATH=str(EXAMPLES / "smollm2"))
 
 
+@pytest.mark.slow
 def test_the_chat_example_says_that_its_model_is_missing(pairs: Path, tmp_path: Path) -> None:
     command = [sys.executable, EXAMPLES / "smollm2/run.py", "--data", pairs, "--model", tmp_path / "a/b/c"]
     assert_refused(command, "there is no model", "make real", **environment())

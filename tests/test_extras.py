@@ -17,6 +17,7 @@ import pytest
 from guerdon.errors import SERVER_MODULES, StartError, install_command, require_modules
 from linked_environment import EXTRAS, PROJECT, ROOT, linked, required
 from processes import environment
+from tiers import slow_but
 
 CODE = {  # path prefix in src/guerdon: the extra that its code is for; the longest prefix counts
     "": "",
@@ -89,7 +90,7 @@ def modules_of_distribution(name: str) -> set[str]:
     return {file.parts[0].removesuffix(".py").split(".")[0] for file in files}
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("extra", slow_but(("server",), EXTRAS))
 def test_an_extra_brings_what_its_code_imports(extra: str) -> None:
     has = modules_of(extra)
     lacking = []
@@ -109,6 +110,7 @@ def test_the_table_of_optional_imports_has_no_idle_line() -> None:
         assert any(inside and name not in own and name in modules_of(extra) for name, inside in third_party(path)), path
 
 
+@pytest.mark.slow
 def test_an_environment_of_links_lacks_what_the_extra_does_not_bring(tmp_path: Path) -> None:
     made = linked("grpc", tmp_path / "grpc")
     done = made.run("-c", "import guerdon, grpc, google.protobuf, tritonclient.grpc, torch")

@@ -40,6 +40,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made / archive.name.removesuffix(".tar.gz")
 
 
+@pytest.mark.slow
 def test_the_distribution_has_what_its_tests_read(unpacked: Path) -> None:
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*"):

@@ -140,6 +140,7 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
         yield server
 
 
+@pytest.mark.slow
 def test_memory_is_given_back_and_requests_wait(tmp_path: Path) -> None:
     """The arithmetic: 8 layers, each of attention's and the feed-forward's matrices, in float32; 8 MiB of tolerance.
 

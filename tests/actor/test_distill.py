@@ -22,6 +22,7 @@ from guerdon.settings.actors import DistillConfig, DistillRunConfig, TeacherServ
 from guerdon.settings.config import ModelConfig, TeacherConfig
 from guerdon.training.policy_trainer import PolicyTrainer
 from served import Serve
+from tiers import slow_but
 from training.policies import PlainPolicy
 
 
@@ -103,7 +104,9 @@ def test_a_step_is_that_of_plain_transformers_and_torch(folder: Path, server: Ru
         assert (weight - expected[name]).norm() <= 1e-5 * weight.norm(), name
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"epochs": 2, "global_batch_size": 6, "importance_cap": 2.0}])
+@pytest.mark.parametrize(
+    "algorithm", slow_but(({},), [{}, {"epochs": 2, "global_batch_size": 6, "importance_cap": 2.0}])
+)
 def test_a_resumed_run_is_the_run_that_went_on(
     algorithm: dict[str, Any], folder: Path, server: RunningServer, tmp_path: Path
 ) -> None:

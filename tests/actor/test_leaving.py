@@ -293,6 +293,7 @@ def test_a_run_with_nothing_left_to_do_knows_its_metrics(folder: Path, tmp_path:
     assert "seconds_save" not in first.metrics  # nothing was saved before the end
 
 
+@pytest.mark.slow
 def test_settings_are_not_changed_by_a_run(folder: Path, tmp_path: Path) -> None:
     with serving(EVEN) as server:
         config = reinforced(folder, tmp_path / "1", server.http_url, steps=1)

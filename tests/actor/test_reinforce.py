@@ -96,7 +96,10 @@ SEVERAL = {"epochs": 2, "global_batch_size": 6}
             {"advantage_estimator": "reinforce++", "kl_coefficient": 0.0, "entropy_coefficient": 0.01},
             marks=pytest.mark.slow,
         ),
-        {"kl_placement": "loss", "kl_estimator": "k3", "kl_coefficient": 0.1, "importance_cap": 2.0, **SEVERAL},
+        pytest.param(
+            {"kl_placement": "loss", "kl_estimator": "k3", "kl_coefficient": 0.1, "importance_cap": 2.0, **SEVERAL},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["none", "mean", "grpo", "dr_grpo", "reinforce++", "kl in loss"],
 )

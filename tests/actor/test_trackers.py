@@ -20,6 +20,7 @@ from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.actor.run_metrics import METRICS, rollout_metrics
 from guerdon.actor.trackers import Trackers, read_metrics, sample_table
 from guerdon.errors import ConfigError
+from tiers import slow_but
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -271,7 +272,7 @@ def history(num_steps: int, **more: float) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("num_steps", [1, 8, 120])
+@pytest.mark.parametrize("num_steps", slow_but((8,), [1, 8, 120]))
 def test_curves_are_drawn(num_steps: int, tmp_path: Path) -> None:
     rows = history(num_steps, critic_loss=0.3)
     rows[-1]["loss"] = None

@@ -245,6 +245,7 @@ def test_pytritons_reward_model(triton: tuple[Any, int]) -> None:
     assert [f.result().tolist() for f in futures] == [[[107.0], [3.0 * (i % 5 + 1)]] for i in range(20)]
 
 
+@pytest.mark.slow
 def test_pytritons_critic(triton: tuple[Any, int]) -> None:
     client = RemoteGPTRMCriticClient(config(CRITIC_YAML, triton[1], pad_to_length=pytriton_critic.WIDTH))
     rewards, values = client.infer_rm_critic(rollout([5, 6, 7], [8, 9])).result()

@@ -52,6 +52,7 @@ def open_operation(page: Any, path: str) -> Any:
     return block
 
 
+@pytest.mark.slow
 def test_it_shows_each_path_once_fits_and_sends_the_key_that_authorize_was_given(open_docs: Any, keyed: str) -> None:
     """Resizes one page, because Swagger UI takes seconds to show itself."""
     page = open_docs(keyed, http_credentials={"username": "anybody", "password": KEY})

@@ -203,6 +203,7 @@ def test_colours(
     assert console.coloured("guerdon:", "red", stream) + " " == (COLOURED if is_coloured else PLAIN)
 
 
+@pytest.mark.slow
 def test_errors_at_a_real_terminal_are_coloured() -> None:
     ours, theirs = pty.openpty()
     env = {name: value for name, value in environment().items() if name not in ("NO_COLOR", "FORCE_COLOR")}

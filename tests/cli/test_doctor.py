@@ -234,7 +234,7 @@ def test_an_unloaded_model_is_noted(tmp_path):
     assert any(finding.text.startswith("model sums is ready") for finding in found)
 
 
-@pytest.mark.parametrize("scheme", ["http", "grpc"])
+@pytest.mark.parametrize("scheme", slow_but(("http",), ["http", "grpc"]))
 def test_an_unreachable_server_is_a_problem(scheme, capsys, no_devices):
     assert run(f"{scheme}://127.0.0.1:{free_port()}") == 1
     told = capsys.readouterr().out.splitlines()
@@ -297,8 +297,7 @@ PAGE, NAMED = b"<html>Log in first</html>", b'{"name": "other", "version": 2}'
         (PAGE, {}),
         pytest.param(b"", {}, marks=pytest.mark.slow),
         *slow_but((), [(b"\xff\xfe", {}), (b"[" * 100_000, {}), (b"null", {}), (b"[]", {})]),
-        (PAGE, {"v2": NAMED}),
-        (PAGE, {"v2": NAMED, "index": b'{"models": []}'}),
+        *slow_but((), [(PAGE, {"v2": NAMED}), (PAGE, {"v2": NAMED, "index": b'{"models": []}'})]),
     ],
     ids=["page", "empty", "no text", "deep", "null", "list", "page for the models", "no list of models"],
 )

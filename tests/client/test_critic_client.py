@@ -39,6 +39,7 @@ from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from server.arithmetic_critic import FAIL_TOKEN, SLOW_TOKEN, WAIT_TOKEN, ArithmeticService, after, arrays_of, request
 from server.helpers import wait_until
+from tiers import slow_but
 
 
 class ScriptedService(ArithmeticService):
@@ -353,7 +354,7 @@ def test_an_offloaded_critic_refuses_at_once(url: str, service: ScriptedService)
 # --- servers that go and come back ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["http", "grpc"])
+@pytest.mark.parametrize("kind", slow_but(("grpc",), ["http", "grpc"]))
 def test_a_killed_server_loses_nothing_and_trains_on_nothing_twice(kind: str, tmp_path: Path) -> None:
     all_asked = [request("", float(i % 7), 1.0, first_token=SLOW_TOKEN if i % 4 == 3 else 1) for i in range(12)]
     process = CriticProcess(str(tmp_path))
@@ -452,6 +453,7 @@ def test_clients_are_pickled_and_copied_by_their_settings(url: str) -> None:
     assert isinstance(copy.copy(AsyncCriticClient(url)), AsyncCriticClient)
 
 
+@pytest.mark.slow
 def test_a_client_still_works_after_a_fork_and_needs_no_torch(server: RunningServer) -> None:
     code = f"""
 import os, sys

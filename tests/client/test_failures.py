@@ -17,6 +17,7 @@ from guerdon.client import AsyncRewardClient, RetryPolicy, RewardClient
 from guerdon.errors import DeadlineExceeded, RouteNotFound, Unavailable, Unreachable
 from server.echo_service import SLOW_TOKEN, reward_of
 from server.helpers import wait_until
+from tiers import slow_but
 
 PATIENT = RetryPolicy(backoff_s=0.1, max_backoff_s=1.0, tries=40)
 KINDS = ["http", "grpc"]
@@ -44,7 +45,7 @@ def run_python(code: str, timeout_s: float = 120.0) -> subprocess.CompletedProce
 # --- a server that dies -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(("http",), KINDS))
 def test_requests_in_flight_outlive_a_server_that_is_killed_and_started_again(kind: str) -> None:
     with (
         EchoProcess(slow_s=120) as first,
@@ -62,7 +63,7 @@ def test_requests_in_flight_outlive_a_server_that_is_killed_and_started_again(ki
     assert rewards == [reward_of([SLOW_TOKEN, i]) for i in range(32)] + [reward_of([1000, i]) for i in range(200)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(("grpc",), KINDS))
 async def test_the_async_client_outlives_it_too(kind: str) -> None:
     with EchoProcess(slow_s=120) as first:
         async with AsyncRewardClient(url_of(first, kind), policy=PATIENT) as client:
@@ -108,7 +109,7 @@ def test_an_error_tells_whether_the_request_may_have_arrived(kind: str) -> None:
 # --- several servers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(("http",), KINDS))
 def test_of_two_servers_a_dead_one_is_left_out_and_taken_back(kind: str) -> None:
     with EchoProcess(slow_s=120) as dying, EchoProcess(slow_s=0.05) as living:
         urls = [url_of(dying, kind), url_of(living, kind)]

@@ -331,6 +331,7 @@ def test_a_full_queue_slows_the_run_down_and_never_ends_it(
     ]
 
 
+@pytest.mark.slow
 def test_samples_on_their_way_are_bounded(tmp_path: Path, client: RewardClient) -> None:
     pending: list[Future[Scores]] = []
 

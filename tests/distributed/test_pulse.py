@@ -12,6 +12,7 @@ from launched import launched, launching
 from server.helpers import wait_until
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "number", "lost"),
     [

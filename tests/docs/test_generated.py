@@ -148,6 +148,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_page_is_there(site: Path) -> None:
     made = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
     for page in (ROOT / "docs").rglob("*.md"):
@@ -157,6 +158,7 @@ def test_every_page_is_there(site: Path) -> None:
     assert "The model server for RL post-training" in (site / "index.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_public_name_once(site: Path) -> None:
     text = "".join(path.read_text(encoding="utf-8") for path in (site / "api").glob("*.html"))
     anchors = Counter(re.findall(r'<h\d id="(guerdon\.[\w.]+)"', text))
@@ -167,6 +169,7 @@ def test_the_reference_has_every_public_name_once(site: Path) -> None:
     assert named and named <= {*anchors}
 
 
+@pytest.mark.slow
 def test_links_within_the_site_lead_somewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         if page.name == "404.html":
@@ -176,6 +179,7 @@ def test_links_within_the_site_lead_somewhere(site: Path) -> None:
                 assert (page.parent / target).exists(), f"{page.relative_to(site)} leads to {target}"
 
 
+@pytest.mark.slow
 def test_nothing_is_asked_of_another_host(site: Path) -> None:
     for path in site.rglob("*.html"):
         text = path.read_text(encoding="utf-8")

@@ -20,10 +20,11 @@ from test_blocks import policy, prompts
 import served
 import zoo
 from guerdon.adapters.nemo_aligner import RemoteGPTRMClient, RemoteGPTRMCriticClient
+from tiers import slow_but
 from trainers import environments
 
 PAGES = sorted(page.stem for page in (ROOT / "docs/trainers").glob("*.md") if page.stem != "README")
-SLOW = ("trl", "trl_critic", "areal", "slime", "skyrl", "servers")  # tests/adapters have the same calls
+QUICK = ("openrlhf", "verl", "nemo_rl", "rewardbench")  # tests/adapters have the others' calls
 COMMANDS = {  # a trainer's command, and the files of its sources that have its flags or are named in it
     "miles": (r"(?s)python3 train\.py .*", "miles/**/arguments.py"),
     "nemo_aligner": (r"python -u (examples/\S+) --config-name .*", "examples/nlp/gpt/train_gpt_ppo_actor.py"),
@@ -106,7 +107,7 @@ def for_an_older_library(model: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.slow if p in SLOW else ()) for p in PAGES])
+@pytest.mark.parametrize("page", slow_but(QUICK, PAGES))
 def test_a_trainers_page_does_what_it_says(page: str, reader: Reader) -> None:
     python, left = python_of(page), 0
     source = environments.source_of(page.removesuffix("_critic"))

@@ -120,7 +120,7 @@ def test_strides_of_any_kind() -> None:
 # ------------------------------------------------------------------------------------------- the same bits
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", slow_but((torch.float32,), TOLERANCE), ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_has_the_same_bits_in_any_company(name: str, dtype: torch.dtype) -> None:
     """Alone, shared or not, among others, as one of few queries, with one thread or three."""

@@ -89,7 +89,7 @@ def test_a_server_waits_with_no_threads_but_its_own_and_they_spin_briefly(tmp_pa
     ("code", "variables", "want"),
     [
         (COMMAND + LIBGOMP, {}, 1000),
-        (COMMAND + LIBGOMP, {"GOMP_SPINCOUNT": "77"}, 77),
+        pytest.param(COMMAND + LIBGOMP, {"GOMP_SPINCOUNT": "77"}, 77, marks=pytest.mark.slow),
         pytest.param(COMMAND + LIBGOMP, {"OMP_WAIT_POLICY": "PASSIVE"}, 0, marks=pytest.mark.slow),
     ],
 )

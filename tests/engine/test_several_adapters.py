@@ -31,7 +31,7 @@ from guerdon.settings.config import (
 from guerdon.settings.fields import check_settings
 from light_peft import import_bitsandbytes
 from served import Serve
-from tiers import of_each_kind
+from tiers import slow_but
 
 import_bitsandbytes()
 peft = pytest.importorskip("peft")
@@ -79,7 +79,7 @@ def several(base: Path, *folders: Path, **settings: Any) -> Any:
     return build_scorer(config(base, *folders, **settings))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", *of_each_kind(["qwen3_next", "gemma3"])])
+@pytest.mark.parametrize("name", slow_but(("llama", "gpt2"), ["llama", "gpt2", "qwen3_next", "gemma3"]))
 def test_one_batch_of_all_scores_as_each_alone(name: str, tmp_path: Path) -> None:
     base = zoo.language_model(name, tmp_path / "base")
     kinds = {k: {**v, "target_modules": NAMES.get(name, v["target_modules"])} for k, v in KINDS.items()}

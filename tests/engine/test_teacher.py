@@ -68,6 +68,7 @@ def test_every_decoder_answers_as_transformers_shared_and_not(name: str, tmp_pat
             torch.testing.assert_close(rebuilt, logits[first - 1 : -1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_small_model_shares_and_a_recurrent_one_does_not(tmp_path: Path) -> None:
     assert build(zoo.language_model("llama", tmp_path / "llama")).path == "packed+shared"
     assert build(zoo.language_model("mamba", tmp_path / "mamba")).path == "single"

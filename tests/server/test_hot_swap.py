@@ -252,6 +252,7 @@ async def test_a_checkpoint_that_cannot_replace_the_model_changes_nothing(
             await service.repository.load("../reward_model", None)
 
 
+@pytest.mark.slow
 async def test_adapters_are_loaded_with_a_base_in_the_repository_or_the_given_one(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     root, outside = tmp_path / "repository", tmp_path / "outside"

@@ -19,6 +19,7 @@ from guerdon.server.runtime import RunningServer, check_addresses
 from guerdon.settings.config import ServerConfig
 from server.echo_service import SLOW_TOKEN, EchoService
 from server.helpers import INFER, body_of, echo_process, wait_until
+from tiers import slow_but
 
 
 def test_free_ports_are_reported_and_used():
@@ -60,7 +61,7 @@ def test_ports_that_do_not_exist_are_refused(ports):
     assert caught.value.help == "give at most 65535"
 
 
-@pytest.mark.parametrize("hard", [300, None])
+@pytest.mark.parametrize("hard", slow_but((300,), [300, None]))
 def test_a_server_may_open_as_many_files_as_allowed_and_useful(hard):
     program = f"""
         import resource
@@ -134,7 +135,7 @@ def test_close_gives_up_on_work_beyond_the_grace_time():
     assert service.cancelled == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", slow_but((signal.SIGTERM,), [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_ends_the_process_in_order(number):
     is_computing = re.compile(r'^guerdon_num_requests_running\{model="reward_model"\} 1\.0$', re.MULTILINE)
     with echo_process() as (process, url, _):

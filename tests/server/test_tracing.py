@@ -31,6 +31,7 @@ from server.arithmetic_critic import FAIL_TOKEN, ArithmeticService
 from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, NAN_TOKEN, EchoService
 from server.helpers import INFER, body_of, wait_until
 from server.keys import SCORE, bearer, keyed
+from tiers import slow_but
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
@@ -558,7 +559,7 @@ provider.shutdown()
 """
 
 
-@pytest.mark.parametrize("transport", ["http", "grpc"])
+@pytest.mark.parametrize("transport", slow_but(("grpc",), ["http", "grpc"]))
 def test_the_trace_of_the_callers_program_goes_on_at_the_server(collector: Collector, transport: str) -> None:
     with echo(collector) as server:
         url = server.http_url if transport == "http" else server.grpc_url or ""

@@ -21,6 +21,7 @@ from guerdon.errors import CheckpointError, Offloaded, SampleFailed, ServerFault
 from guerdon.settings.config import CriticConfig
 from guerdon.training import critic_trainer as training_critic
 from guerdon.training.critic_trainer import CriticTrainer, global_batches
+from tiers import slow_but
 
 ROWS = zoo.rows(0, ((40, 5), (20, 3), (30, 5)))[:15]
 
@@ -201,7 +202,7 @@ def failing(trainer: CriticTrainer, forward: int) -> Iterator[None]:
         handle.remove()
 
 
-@pytest.mark.parametrize("stand", [0, 1, 2])
+@pytest.mark.parametrize("stand", slow_but((1,), [0, 1, 2]))
 def test_a_failed_request_keeps_the_steps_before_it(stand: int, folder: Path) -> None:
     trainer, asked = build(folder, max_batch_tokens=1), request(ROWS)
     forwards = []

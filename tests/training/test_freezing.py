@@ -14,6 +14,7 @@ from guerdon.critic_core import TrainRequest
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import CriticConfig
 from guerdon.settings.fields import check_settings
+from tiers import slow_but
 
 ROWS = zoo.rows(0, ((40, 5), (20, 3), (30, 5)))[:10]
 ATTENTION = r".*\.self_attn\..*"
@@ -28,7 +29,7 @@ def learnt(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> s
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(("float32",), ["float32", "bfloat16"]))
 def test_frozen_bytes_stay_and_have_neither_gradients_nor_state(dtype: str, folder: Path) -> None:
     trainer = build(folder, frozen=ATTENTION, dtype=dtype)
     before = weights(trainer)

@@ -360,6 +360,7 @@ def test_a_tensor_in_two_files_is_refused(llama: Path) -> None:
     assert "twice" in str(error) and "new.safetensors" in str(error) and "old.safetensors" in str(error)
 
 
+@pytest.mark.slow
 def test_no_served_architecture_has_a_module_by_the_name_of_a_wrapper() -> None:
     served = {config.model_type for config in transformers.MODEL_FOR_CAUSAL_LM_MAPPING} | set(zoo.ENCODERS)
     folder = Path(transformers.__file__).parent / "models"

@@ -127,7 +127,7 @@ ADAPTERS = {
 @pytest.mark.parametrize(
     "name",
     slow_but(
-        ("all layers", "Conv1D", "encoder", "DoRA", "embeddings in whole", "some tokens", "all biases of an encoder"),
+        ("all layers", "Conv1D", "encoder", "some tokens"),
         ADAPTERS,
     ),
 )

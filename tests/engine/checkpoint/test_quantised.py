@@ -312,6 +312,7 @@ def test_experts_teachers_and_critics(tmp_path: Path) -> None:
         np.testing.assert_allclose(one.answer.logprobs[-len(want) :], want.numpy(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_over_a_quantised_base(tmp_path: Path) -> None:
     """As QLoRA trains them: merged, and sharing the base."""
     import_bitsandbytes()

@@ -20,6 +20,7 @@ from guerdon.server import status
 from processes import by_itself, end_of_child
 from server.arithmetic_critic import FAIL_TOKEN, after, request
 from server.driving import SAVE, Driver
+from tiers import slow_but
 
 A, B, C, D = (request(name, value) for name, value in zip("abcd", (3, 5, 7, 11), strict=True))
 NOTHING = request("nothing", 1, first_token=FAIL_TOKEN)
@@ -418,7 +419,7 @@ def test_the_script_without_any_crash(tmp_path: Path) -> None:
     check_end(tmp_path / "critic")
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", slow_but((0,), range(4)))
 @by_itself
 def test_a_crash_at_some_file_operations_loses_nothing_and_repeats_nothing(tmp_path: Path, part: int) -> None:
     rng = random.Random(part)

@@ -219,6 +219,7 @@ def large_answers_request(num_rows: int) -> bytes:
     return post(ask, b"Content-Length: %d" % len(ask), path="/v2/models/many/infer")
 
 
+@pytest.mark.slow
 def test_answers_that_nobody_reads_have_a_bound_together(made, small_buffers):
     """It is 1 MiB here, also for short ones, which are sent at once; some are reset long before their time is up."""
     config = ServerConfig(port=0, grpc_port=None, max_body_mb=1, max_bodies_mb=1, header_timeout_s=0.4)
