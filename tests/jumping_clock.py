@@ -68,7 +68,7 @@ def ask(url: str, first: str, number: str, go: str = "") -> None:
                 scorer.score(tokens=[[1]], timeout_s=0.4)
                 raise AssertionError("the scores did not wait for the training")
             except DeadlineExceeded:
-                assert 0.3 < time.monotonic() - started < 10, "neither at once nor in days"
+                assert 0.3 < time.monotonic() - started < 3600, "neither at once nor in days"
             Path(go).touch()
             training.result(120)
         print(report.step, critic.state().step, critic.save().name)

@@ -34,6 +34,7 @@ _LOCK = threading.Lock()
 _asked: Counter[str] = Counter()
 _answered: Counter[str] = Counter()
 _most_at_once = [0, 0]
+_MAY_ANSWER = threading.Event()
 
 
 def wrong(headers: Any, body: bytes) -> tuple[int, str]:
@@ -66,6 +67,14 @@ class _Handler(BaseHTTPRequestHandler):
         with _LOCK:
             self._reply(200, {"asked": _asked, "answered": _answered, "most_at_once": _most_at_once[1]})
 
+    def do_PUT(self) -> None:
+        _MAY_ANSWER.clear()
+        self._reply(200, {})
+
+    def do_DELETE(self) -> None:
+        _MAY_ANSWER.set()
+        self._reply(200, {})
+
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path != "/v1/chat/completions":
@@ -86,6 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
             _most_at_once[1] = max(_most_at_once)
         try:
             time.sleep(self.delay_s)
+            _MAY_ANSWER.wait()
             if self.upstream:
                 self._pass_on(question, body)
             else:
@@ -180,6 +190,15 @@ class StandIn:
         """How often each question was `asked` and `answered`, and how many calls there were `most_at_once`."""
         return httpx.get(self.url).json()
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within it no question is answered."""
+        httpx.put(self.url)
+        try:
+            yield
+        finally:
+            httpx.delete(self.url)
+
 
 @contextlib.contextmanager
 def stand_in(delay_s: float = 0.0, upstream: str = "") -> Iterator[StandIn]:
@@ -198,5 +217,6 @@ def stand_in(delay_s: float = 0.0, upstream: str = "") -> Iterator[StandIn]:
 if __name__ == "__main__":
     _Handler.delay_s, _Handler.upstream = float(sys.argv[1]), sys.argv[2]
     server = _Server(("127.0.0.1", 0), _Handler)
+    _MAY_ANSWER.set()
     print(server.server_address[1], flush=True)
     server.serve_forever()

@@ -3,7 +3,6 @@
 import asyncio
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import CriticConfig, ModelConfig, ServerConfig
 from guerdon.training.algorithms.advantages import adaptive_lams, gae
 from guerdon.trees import Forest, flatten
+from ports import free_port
 from processes import environment
 from server.arithmetic_critic import arrays_of
 from tiers import slow_but
@@ -376,8 +376,7 @@ def test_what_cannot_be_a_critic_is_refused_at_the_start(folder: Path, tmp_path:
 
 @pytest.mark.slow
 def test_the_command_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     file = tmp_path / "critic.yaml"
     file.write_text(f"critic:\n  model: {folder / 'model'}\n  global_batch_size: {GBS}\n  learning_rate: 1e-3\n")
     command = [sys.executable, "-m", "guerdon", "serve-critic", "--config", str(file), "--port", str(port), "--no-grpc"]

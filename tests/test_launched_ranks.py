@@ -64,6 +64,12 @@ def serving_ranks(*arguments: object, command: str = "serve", **env: str) -> Ite
         yield launch, url
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+        return process.cmdline()
+    return []
+
+
 def rank(launch: Launch, number: int) -> psutil.Process:
     (found,) = [process for process in launch.processes() if process.name() == f"guerdon-rank-{number}"]
     return found
@@ -122,8 +128,8 @@ def test_one_command_serves_loses_a_rank_comes_back_and_ends(model: Path, wanted
         assert rank(launch, 0).pid != first and "Traceback" not in launch.output()
         launch.torchrun.send_signal(signal.SIGTERM)
         assert launch.torchrun.wait(120) == 0 and "Traceback" not in launch.output(), launch.output()
-        assert is_free(url)
         launch.wait_ended()
+        assert is_free(url)
 
 
 @pytest.mark.slow
@@ -248,7 +254,7 @@ def test_signals_while_the_ranks_start(number: int, when: str, tmp_path: Path) -
         if when == "while they load":
             wait_until(slow.exists)
         else:
-            wait_until(lambda: any("forkserver" in " ".join(p.cmdline()) for p in launch.processes()))
+            wait_until(lambda: any("forkserver" in " ".join(words_of(p)) for p in launch.processes()))
         end(launch, number)
         assert_ended_well(launch)
 
@@ -274,8 +280,8 @@ def test_without_restarts_a_lost_rank_is_the_end(number: int) -> None:
         assert launch.torchrun.wait(120) == 70
         told = f"rank {number} was killed by SIGKILL, and no restart is left of 0 (max_restarts)"
         assert launch.output().count(told) == 1 and "Traceback" not in launch.output(), launch.output()
-        assert is_free(url)
         launch.wait_ended()
+        assert is_free(url)
 
 
 @pytest.mark.slow

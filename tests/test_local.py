@@ -118,10 +118,12 @@ def test_errors_are_a_servers(summing: LocalRewardModel) -> None:
 
 def test_closing_ends_what_is_under_way(summing: LocalRewardModel) -> None:
     futures = [summing.submit(tokens=[[scorers.WAITS, i]]) for i in range(50)]
-    threading.Timer(0.1, scorers.hold.set).start()
-    summing.close()
-    assert not wait(futures, timeout=120).not_done
-    assert all(isinstance(future.exception(), Cancelled) for future in futures[1:])
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(summing.close)
+        assert all(isinstance(future.exception(120), Cancelled) for future in futures[1:])
+        scorers.hold.set()
+        closing.result()
+    assert futures[0].done()
     with pytest.raises(Cancelled, match="closed"):
         summing.score(tokens=[[1]])
     summing.close()

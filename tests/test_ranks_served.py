@@ -282,12 +282,12 @@ def test_nemo_aligners_servers_run_on_every_rank() -> None:
 
 @pytest.mark.slow
 def test_each_rank_has_children_of_its_own_for_an_isolated_function() -> None:
-    flags = ("--isolate", "--children", 2, "--sample-deadline-s", 2, "--no-grpc")
+    flags = ("--isolate", "--children", 2, "--sample-deadline-s", 5, "--no-grpc")
     with serving("troubles:trouble", *flags) as (launch, url):
         asked = ["PAUSE" if i % 10 == 3 else "SEGV" if i % 10 == 7 else f"good {i}" for i in range(40)]
         told = score(url, "reward_model", texts=asked)
         for text, reward, error in zip(asked, told.rewards, told.errors, strict=True):
-            wanted = {"PAUSE": "within its deadline of 2 s", "SEGV": "by SIGSEGV"}.get(text)
+            wanted = {"PAUSE": "within its deadline of 5 s", "SEGV": "by SIGSEGV"}.get(text)
             assert wanted in str(error) if wanted else reward == len(text)
         launch.rank(1).send_signal(signal.SIGTERM)
         assert exit_code(launch) == 0, launch.output()

@@ -35,7 +35,7 @@ from guerdon.training.policy_trainer import PolicyTrainer
 EVEN = ModelConfig(model="actor.reward_functions:even")
 TIMEOUT_S = 300.0
 """Timeout of a request: so long a run waits for a server that is away, unless it is asked to leave."""
-SOON_S = 15.0
+SOON_S = 120.0
 
 
 @pytest.fixture(scope="module")

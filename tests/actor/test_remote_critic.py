@@ -138,7 +138,7 @@ def test_names_of_the_settings_are_the_models_names(folder: Path) -> None:
         at = CriticServer(name=names, url=server.http_url)
         with RemoteCritic(RemoteCriticConfig(critic=at)) as critic:
             assert critic.state().step == 0
-        rm.wait_ready(1.0)
+        rm.wait_ready(120.0)
 
         async def info() -> ModelSignature:
             async with AsyncCriticClient(server.http_url, "judge") as client:

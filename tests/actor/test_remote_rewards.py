@@ -1,6 +1,5 @@
 """Rewards from real servers: whose they are, what fails, and what becomes of a server that is away."""
 
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from guerdon.actor.rollouts import Rollout
 from guerdon.errors import ConfigError, StartError
 from guerdon.settings.actors import RemoteRewardConfig, RewardServer
 from guerdon.settings.config import ModelConfig
+from ports import free_port
+from server.helpers import tried_again
 
 SUM = ModelConfig(model="scorers:score")
 
@@ -61,9 +62,9 @@ def test_a_bug_of_the_scorer_fails_only_the_sample_that_meets_it() -> None:
 
 def test_a_server_that_is_started_again_is_waited_for() -> None:
     group = group_of([1], [2])
-    with serving(SUM) as server, remote(server.http_url) as rewards:
+    port = free_port()
+    with serving(SUM, port=port) as server, remote(server.http_url) as rewards:
         rewards.wait_ready()
-        port = int(server.http_url.rpartition(":")[2])
         server.close()
         rewards.submit(group)
         time.sleep(0.5)
@@ -87,6 +88,7 @@ def test_whoever_waits_for_a_server_can_be_called_away() -> None:
     assert group[0].reward is group[0].error is None
 
 
+@tried_again
 def test_a_server_that_stays_away_fails_its_samples() -> None:
     group = group_of([1])
     with serving(SUM) as server, remote(server.http_url, timeout_s=1.0) as rewards:
@@ -97,8 +99,7 @@ def test_a_server_that_stays_away_fails_its_samples() -> None:
 
 
 def test_a_start_without_a_server_says_where_and_what_to_do() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     with remote(url, timeout_s=0.3) as rewards, pytest.raises(StartError, match=f"at {url} is not ready") as raised:
         rewards.wait_ready()
     assert "guerdon serve" in raised.value.help

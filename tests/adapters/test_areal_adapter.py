@@ -19,6 +19,7 @@ from guerdon.errors import ConfigError, DeadlineExceeded, SampleFailed, Unavaila
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from server.echo_service import NAN_TOKEN, SLOW_TOKEN, EchoService, reward_of
+from server.helpers import tried_again
 
 DATA = {"messages": [{"role": "user", "content": "What is 2+2?"}], "answer": "4"}
 
@@ -46,6 +47,7 @@ def test_tokens_are_sent_as_they_are_with_the_prompts_length() -> None:
         assert service.requests[-1].prompt_lengths.tolist() == [3]
 
 
+@tried_again
 def test_pool_of_processes_keeps_its_connections_and_gets_its_errors_back() -> None:
     with EchoProcess(slow_s=120) as server, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         function = reward_function(server.http_url, send="tokens")
@@ -59,6 +61,7 @@ def test_pool_of_processes_keeps_its_connections_and_gets_its_errors_back() -> N
         assert pickle.loads(pickle.dumps(function))._judge is function._judge  # noqa: S301
 
 
+@tried_again
 def test_calls_behind_one_that_found_no_server_do_not_wait_for_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(judge_module, "time", SimpleNamespace(monotonic=lambda: now_s))

@@ -1,6 +1,5 @@
 """NeMo-Aligner's clients under their names, against guerdon's servers and against a real PyTriton's."""
 
-import socket
 import subprocess
 import threading
 import time
@@ -24,6 +23,7 @@ from guerdon.errors import ConfigError, GuerdonError, InvalidRequest, SampleFail
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.actors import RemoteCriticConfig, RemoteRewardConfig
 from guerdon.settings.config import ServerConfig
+from ports import free_port
 from served import Serve
 from server.arithmetic_critic import FAIL_TOKEN, ArithmeticService, after, request
 from server.echo_service import NAN_TOKEN, EchoService
@@ -141,8 +141,7 @@ def test_lengths_that_do_not_fit_are_refused(reward_port: int) -> None:
 @contextmanager
 def served_later(service: Any) -> Iterator[int]:
     """The port on which the service starts in half a second."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
 
     def serve() -> None:
         time.sleep(0.5)
@@ -228,8 +227,7 @@ def test_models_by_their_own_names(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def triton() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     pytest.importorskip("pytriton", reason="nvidia-pytriton is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b:
-        ports = a.getsockname()[1], b.getsockname()[1]
+    ports = free_port(), free_port()
     process = pytriton_server.start(*ports, script=pytriton_critic.__file__)
     try:
         with CriticClient(f"127.0.0.1:{ports[0]}") as client:

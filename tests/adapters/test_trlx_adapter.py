@@ -1,7 +1,6 @@
 """trlX's reward function against guerdon's gRPC server, a real PyTriton, and a model of its own process."""
 
 import dataclasses
-import socket
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -33,6 +32,7 @@ from guerdon.errors import (
 )
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig
+from ports import free_port
 from server.echo_service import NAN_TOKEN, SLOW_TOKEN, EchoService
 
 EOS = 2
@@ -321,8 +321,7 @@ def test_requests_equal_those_of_trlx(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def pytriton_host() -> Iterator[str]:
     pytest.importorskip("pytriton", reason="nvidia-pytriton is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b:
-        ports = a.getsockname()[1], b.getsockname()[1]
+    ports = free_port(), free_port()
     process = pytriton_server.start(*ports, script=pytriton_input_ids.__file__)
     try:
         with RewardClient(f"grpc://127.0.0.1:{ports[1]}", "hh-rm") as client:

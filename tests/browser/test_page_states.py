@@ -106,7 +106,7 @@ def test_it_says_that_it_asks_until_the_first_answer(idle: str, visit: Visit) ->
     shown = page.evaluate("getComputedStyle(document.querySelector('#verdict'), '::before').content")
     assert "Asking the server" in shown
     assert not page.locator("#rewards").is_visible()
-    page.wait_for_timeout(100)
+    comes(page, lambda: held)
     for route in held:
         route.continue_()
     page.wait_for_selector("body[data-state=live]")

@@ -22,6 +22,7 @@ from guerdon.settings.config import JudgeConfig, ModelConfig, TeacherConfig
 from ports import free_port
 from processes import environment
 from served import Serve
+from server.helpers import tried_again
 from tiers import slow_but
 
 ALSO = {
@@ -185,6 +186,7 @@ def test_ctrl_c_waits_for_no_request(folder: Path) -> None:
     assert process.returncode == Exit.INTERRUPTED
 
 
+@tried_again
 def test_a_server_that_leaves_requests_open_is_left(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with wrong_server.serving(folder / "rm", "stuck after 0") as url:
         status, trials = run(capsys, url, "--timeout", 0.5)

@@ -17,6 +17,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
+
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
 
@@ -26,7 +28,9 @@ class EchoProcess:
 
     def __init__(self, http_port: int = 0, grpc_port: int = 0, *, slow_s: float = 1.0, folder: str = "") -> None:
         """Serves the echo service or, given a folder, an arithmetic critic that saves there."""
-        self._pid, self.http_url, self.grpc_url = start((http_port, grpc_port, slow_s, folder))
+        self._pid, self.http_url, self.grpc_url = start(
+            (http_port or free_port(), grpc_port or free_port(), slow_s, folder)
+        )
         self._pidfd = os.pidfd_open(self._pid)
 
     def again(self, slow_s: float = 1.0) -> EchoProcess:

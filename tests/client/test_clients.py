@@ -25,7 +25,7 @@ from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
 from served import Serve
 from server.echo_service import BUSY_TOKEN, NAN_TOKEN, SLOW_TOKEN, EchoService, reward_of
-from server.helpers import wait_until
+from server.helpers import tried_again, wait_until
 
 
 def test_httpcore_detects_the_event_loop_cheaply():
@@ -165,7 +165,7 @@ def test_a_full_queue_is_waited_for(url: str, service: ScriptedService) -> None:
 @pytest.mark.parametrize("kind", ["http", "grpc"])
 def test_a_full_server_is_left_alone_while_another_has_room(kind: str) -> None:
     full, config = ScriptedService(), ServerConfig(port=0, grpc_port=0)
-    full.script = [Overloaded("full", 60.0)] * 20
+    full.script = [Overloaded("full", 3600.0)] * 20
     with RunningServer(full, config, grace_s=0.1) as first, RunningServer(EchoService(), config, grace_s=0.1) as other:
         urls = [str(getattr(server, f"{kind}_url")) for server in (first, other)]
         with RewardClient(urls, policy=RetryPolicy(timeout_s=30.0)) as client:
@@ -344,9 +344,10 @@ def test_waiting_for_a_model_that_is_not_served_fails_at_once(url: str) -> None:
         pytest.raises(UnknownModel, match=r"unknown model 'other'; served here: many, reward_model"),
     ):
         client.wait_ready(300.0)
-    assert time.monotonic() - started < 30.0
+    assert time.monotonic() - started < 120.0
 
 
+@tried_again
 def test_a_model_that_is_not_ready_yet_is_waited_for(url: str, service: ScriptedService) -> None:
     try:
         with RewardClient(url) as client:

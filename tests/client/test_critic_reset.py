@@ -15,6 +15,7 @@ from guerdon.critic_core import TrainRequest
 from guerdon.errors import CriticReset, InvalidRequest, TrainFailed
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ServerConfig
+from ports import free_port
 from server.arithmetic_critic import FAIL_TOKEN, ArithmeticService, after, arrays_of, request
 from server.helpers import wait_until
 
@@ -22,7 +23,8 @@ A, B, C = (arrays_of(request("", value)) for value in (3, 5, 7))
 
 
 def start(folder: Path | None, port: int = 0, **settings: Any) -> RunningServer:
-    return RunningServer(ArithmeticService(folder, **settings), ServerConfig(port=port, grpc_port=0), grace_s=0.1)
+    config = ServerConfig(port=port or free_port(), grpc_port=0)
+    return RunningServer(ArithmeticService(folder, **settings), config, grace_s=0.1)
 
 
 def port_of(server: RunningServer) -> int:

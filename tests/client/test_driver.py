@@ -15,6 +15,7 @@ from guerdon.client.driver import Session
 from guerdon.client.grpc_transport import GrpcExchange
 from guerdon.errors import Cancelled, Unreachable
 from guerdon.server.runtime import RunningServer
+from ports import free_port
 from served import Serve
 from server.echo_service import EchoService
 
@@ -54,9 +55,7 @@ async def test_cancelling_a_call_that_awaits_a_description_while_the_client_clos
 
 
 async def test_each_call_gets_an_error_of_its_own_without_the_librarys_frames() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    async with AsyncRewardClient(f"http://127.0.0.1:{port}", policy=RetryPolicy(tries=1)) as client:
+    async with AsyncRewardClient(f"http://127.0.0.1:{free_port()}", policy=RetryPolicy(tries=1)) as client:
         results = await asyncio.gather(*(client.score(texts=["a"]) for _ in range(2)), return_exceptions=True)
     assert len({*map(id, results)}) == 2
     for error in results:

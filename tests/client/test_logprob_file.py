@@ -102,19 +102,21 @@ def test_a_failed_sample_has_no_tokens_and_says_why(teacher: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(teacher: Path, tmp_path: Path) -> None:
-    """Each shard has three rows; the killed run's are kept, byte for byte."""
+    """Each shard has three rows; the killed run's are kept, byte for byte. It writes no more than thirty."""
     rng = np.random.default_rng(0)
     rows = [{"tokens": rng.integers(0, 60, 30).tolist(), "prompt_length": 9} for _ in range(400)]
     source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out"
     code = (
-        "import sys; from guerdon.client import logprob_file as f; from guerdon import TeacherClient\n"
+        "import sys, time; from guerdon.client import logprob_file as f; from guerdon import TeacherClient\n"
         "f.SHARD_BYTES = 3000\n"
+        "left, write = iter(range(int(sys.argv[4]))), f.durable.write_new\n"
+        "f.durable.write_new = lambda *some: write(*some) if next(left, None) is not None else time.sleep(600)\n"
         "f.write_logprobs(TeacherClient(sys.argv[1]), sys.argv[2], sys.argv[3], top_k=5, progress=False)"
     )
     with running(TeacherConfig(model=str(teacher))) as server:
         argv = [sys.executable, "-c", code, server.http_url, str(source), str(out)]
         for _ in range(3):
-            process = subprocess.Popen(argv)
+            process = subprocess.Popen([*argv, "30"])
             begun = len([*out.glob("shard-*")])
             while len([*out.glob("shard-*")]) < begun + 4 and process.poll() is None:
                 time.sleep(0.005)
@@ -122,7 +124,7 @@ def test_a_killed_run_goes_on_where_it_was(teacher: Path, tmp_path: Path) -> Non
             process.wait()
         kept = {path: path.read_bytes() for path in out.glob("shard-*")}
         assert 0 < len(read(out)) < len(rows)
-        assert subprocess.run(argv, check=False).returncode == 0
+        assert subprocess.run([*argv, "1000"], check=False).returncode == 0
         assert all(path.read_bytes() == data for path, data in kept.items())
         found = read(out)
         assert [*found] == [(i, 0) for i in range(len(rows))]

@@ -1,7 +1,6 @@
 """Both clients against a real PyTriton server of NeMo-Aligner's tensors."""
 
 import asyncio
-import socket
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,14 +9,14 @@ import pytest
 from client import pytriton_server
 from guerdon.client import AsyncRewardClient, RewardClient
 from guerdon.errors import InvalidRequest, UnknownModel
+from ports import free_port
 
 pytest.importorskip("pytriton", reason="nvidia-pytriton is not installed")
 
 
 @pytest.fixture(scope="module")
 def urls() -> Iterator[dict[str, str]]:
-    with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b:
-        ports = a.getsockname()[1], b.getsockname()[1]
+    ports = free_port(), free_port()
     process = pytriton_server.start(*ports)
     try:
         with RewardClient(f"127.0.0.1:{ports[0]}") as client:

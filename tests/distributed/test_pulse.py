@@ -9,9 +9,10 @@ import pytest
 from guerdon.distributed.pulse import EXIT_STATUS, _Gone, _Judge
 from guerdon.distributed.ranks import IN_TALK, Ranks
 from launched import launched, launching
-from server.helpers import wait_until
+from server.helpers import tried_again, wait_until
 
 
+@tried_again
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "number", "lost"),
@@ -41,6 +42,7 @@ def test_a_rank_that_is_lost_is_seen_in_time(how: str, number: int | None, lost:
         launch.wait_ended()
 
 
+@tried_again
 @pytest.mark.slow
 def test_two_of_four_ranks_are_stopped() -> None:
     with launching("distributed.pulse_checks", 4, "forward") as launch:
@@ -58,6 +60,7 @@ def test_two_of_four_ranks_are_stopped() -> None:
         launch.wait_ended()
 
 
+@tried_again
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["works", "ends"])
 def test_ranks_that_wait_or_end_slowly_are_not_lost(how: str) -> None:

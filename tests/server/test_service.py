@@ -270,7 +270,7 @@ async def test_requests_wait_until_something_of_them_is_taken_up_and_run_until_t
         first = asyncio.create_task(service.score("reward_model", request([77], [1], [2], [3], [4])))
         await until(lambda: bool(scorers.calls))
         others = [asyncio.create_task(service.score("reward_model", request([5], [6]))) for _ in range(3)]
-        await until(lambda: service.loops.depth()["reward_model"][0] > 5)
+        await until(lambda: service.loops.depth()["reward_model"][0] == 3 + 6)
         busy = told(service)
         assert busy["guerdon_num_requests_running"] == 1
         assert busy["guerdon_num_requests_waiting"] == 3

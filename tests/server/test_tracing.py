@@ -20,7 +20,7 @@ import scorers
 import served
 from collector import INTERNAL, SERVER, Collector, collecting
 from guerdon.assembly import build_service
-from guerdon.client import Credentials, CriticClient, RewardClient, Scores
+from guerdon.client import Credentials, CriticClient, RetryPolicy, RewardClient, Scores
 from guerdon.errors import ConfigError, GuerdonError, Overloaded, ServerFault, StartError, TrainFailed
 from guerdon.server import tracing
 from guerdon.server.runtime import RunningServer, check_addresses
@@ -29,7 +29,7 @@ from guerdon.settings.fields import check_settings
 from processes import environment
 from server.arithmetic_critic import FAIL_TOKEN, ArithmeticService
 from server.echo_service import BUSY_TOKEN, CRASH_TOKEN, NAN_TOKEN, EchoService
-from server.helpers import INFER, body_of, wait_until
+from server.helpers import INFER, body_of, tried_again, wait_until
 from server.keys import SCORE, bearer, keyed
 from tiers import slow_but
 
@@ -75,6 +75,12 @@ def waited_for(client: RewardClient) -> Future[Scores]:
     future = client.submit(tokens=[[scorers.WAITS]])
     wait_until(lambda: len(scorers.calls) > before)
     return future
+
+
+def num_queued(server: RunningServer) -> int:
+    """How many sequences wait."""
+    text = httpx.get(server.http_url + "/metrics").text
+    return int(float(text.partition('guerdon_queue_sequences{model="reward_model"} ')[2].partition("\n")[0]))
 
 
 def over_http(server: RunningServer) -> None:
@@ -173,6 +179,7 @@ def test_a_wait_lasts_until_the_last_sequence_is_taken_up(collector: Collector, 
     with scoring(collector) as server, RewardClient(server.http_url) as client:
         first = waited_for(client)
         second = client.submit(tokens=[[1]])
+        wait_until(lambda: num_queued(server) == 1)
         time.sleep(0.4)
         scorers.hold.set()
         assert first.result().rewards[0] == scorers.WAITS
@@ -190,8 +197,7 @@ def test_a_batch_is_linked_to_all_its_requests(collector: Collector, held: None)
     with scoring(collector) as server, RewardClient(server.http_url, max_in_flight=count + 1) as client:
         first = waited_for(client)
         waiting = [client.submit(tokens=[[i + 100], [i + 100, 1]]) for i in range(count)]
-        url = server.http_url + "/metrics"
-        wait_until(lambda: f'guerdon_queue_sequences{{model="reward_model"}} {2 * count}.0' in httpx.get(url).text)
+        wait_until(lambda: num_queued(server) == 2 * count)
         scorers.hold.set()
         for future in [first, *waiting]:
             future.result()
@@ -263,9 +269,10 @@ def test_a_request_that_fails_says_so_by_its_class(
 
 
 def test_grpc_tells_its_status_and_the_class(collector: Collector) -> None:
-    with echo(collector) as server, RewardClient(server.grpc_url or "") as client:
+    once = RetryPolicy(tries=1)
+    with echo(collector) as server, RewardClient(server.grpc_url or "", policy=once) as client:
         with pytest.raises(Overloaded):
-            client.score(tokens=[[BUSY_TOKEN]], timeout_s=1.0)
+            client.score(tokens=[[BUSY_TOKEN]])
         with pytest.raises(ServerFault):
             client.score(tokens=[[CRASH_TOKEN]])
         assert client.score(tokens=[[NAN_TOKEN]]).errors[0]
@@ -277,8 +284,10 @@ def test_grpc_tells_its_status_and_the_class(collector: Collector) -> None:
     assert not answered.is_error
 
 
-def test_what_came_too_late_has_its_wait(collector: Collector, held: None) -> None:
-    with scoring(collector) as server:
+@tried_again
+def test_what_came_too_late_has_its_wait() -> None:
+    scorers.hold.clear()
+    with collecting() as collector, scoring(collector) as server:
         body = body_of([[scorers.WAITS]], parameters={"timeout": 200_000})
         assert httpx.post(server.http_url + INFER, content=body, headers=SAMPLED).status_code == 504
         (request,) = collector.wait("POST")

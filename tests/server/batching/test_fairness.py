@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-import time
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -329,49 +329,54 @@ def test_shares_never_exceed_their_total_and_each_client_has_its_own_part(
 
 KEYS = {"flood": "flood-0123456789abcdef", "small": "small-0123456789abcdef"}
 ROW = list(range(10, 60))
-BATCH_S = 0.1
+batches: list[list[float]] = []
+"""The first ids of the rows of each batch."""
 
 
-def slowly(tokens: list[np.ndarray]) -> list[float]:
-    """A user's function: the first ids, after a while, and not before `scorers.hold` is set."""
-    scorers.calls.append(len(tokens))
+def held(tokens: list[np.ndarray]) -> list[float]:
+    """A user's function: the first ids, but not before `scorers.hold` is set."""
+    batches.append(firsts := [float(t[0]) for t in tokens])
     scorers.hold.wait(120)
-    time.sleep(BATCH_S)
-    return [float(t[0]) for t in tokens]
-
-
-async def ask(client: httpx.AsyncClient, key: str, num_rows: int) -> tuple[int, int, float | None]:
-    """The status of one request, how many batches began until its answer came, and when to come again."""
-    before = len(scorers.calls)
-    reply = await client.post(INFER, content=body_of([ROW] * num_rows), headers={"Authorization": f"Bearer {key}"})
-    again = reply.headers.get("retry-after")
-    return reply.status_code, len(scorers.calls) - before, again and float(again)
+    return firsts
 
 
 async def both(url: str) -> None:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-        flood = [asyncio.create_task(ask(client, KEYS["flood"], 4)) for _ in range(60)]
-        await asyncio.to_thread(wait_until, lambda: sum(task.done() for task in flood) >= 10)  # they are refused
+
+        async def ask(key: str, row: list[int]) -> httpx.Response:
+            body, headers = body_of([row] * 4), {"Authorization": f"Bearer {key}"}
+            return await client.post(INFER, content=body, headers=headers)
+
+        async def until_queued(num_rows: int) -> None:
+            """Returns when so many rows are refused, computed or wait."""
+            while True:
+                text = (await client.get("/metrics", headers={"Authorization": f"Bearer {KEYS['small']}"})).text
+                (waiting,) = re.findall(r'^guerdon_queue_sequences\{model="reward_model"\} (.*)$', text, re.MULTILINE)
+                if float(waiting) + sum(map(len, batches)) + 4 * sum(task.done() for task in flood) == num_rows:
+                    return
+
+        flood = [asyncio.create_task(ask(KEYS["flood"], ROW)) for _ in range(60)]
+        await until_queued(4 * 60)
+        refused = [(await task) for task in flood if task.done()]
+        mine = [asyncio.create_task(ask(KEYS["small"], [1, *ROW])) for _ in range(3)]
+        await until_queued(4 * 63)
         scorers.hold.set()
-        await asyncio.to_thread(wait_until, lambda: len(scorers.calls) > 2)
-        mine = [await ask(client, KEYS["small"], 4) for _ in range(3)]
         told = await asyncio.gather(*flood)
-    statuses = Counter(status for status, *_ in told)
-    assert set(statuses) == {200, 503} and statuses[503] >= 10
-    assert [status for status, *_ in mine] == [200] * 3
-    assert all(again and again >= 1 for status, _, again in told if status == 503)
+        assert [(await task).status_code for task in mine] == [200] * 3
+    assert Counter(answer.status_code for answer in told) == {503: len(refused), 200: 60 - len(refused)}
+    assert len(refused) >= 10 and all(float(answer.headers["retry-after"]) >= 1 for answer in refused)
     # It waits for what runs and has half of the next batches; the flood's last waits for all before it.
-    longest = max(count for status, count, _ in told if status == 200)
-    assert longest > 10 and max(count for _, count, _ in mine) < longest / 2
+    last = max(i for i, firsts in enumerate(batches) if 1 in firsts)
+    assert len(batches) > 10 and last < len(batches) / 2
 
 
 def test_a_flood_is_refused_and_another_client_is_served_soon(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("".join(f"score {name} {key}\n" for name, key in KEYS.items()))
-    model = ModelConfig(model="server.batching.test_fairness:slowly", max_batch_tokens=400, max_queue_sequences=160)
+    model = ModelConfig(model=f"{__name__}:held", max_batch_tokens=400, max_queue_sequences=160)
     scorers.hold.clear()
-    scorers.calls.clear()
+    batches.clear()
     with served.running(model, api_keys_file=str(keys)) as server:
         try:
             asyncio.run(both(server.http_url))

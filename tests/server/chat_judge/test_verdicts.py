@@ -280,9 +280,9 @@ def test_formulas_and_code_are_no_json() -> None:
 @pytest.mark.parametrize("part", ['{"a":"}', '{"', "{", "{}{", '[{"a": 1}, '])
 def test_the_time_of_reading_grows_as_the_answer_does(part: str) -> None:
     """A megabyte that is read again from each of its brackets takes minutes."""
-    started = time.monotonic()
+    started = time.thread_time()
     refusal(part * (1_000_000 // len(part)), **JSON)
-    assert time.monotonic() - started < 30
+    assert time.thread_time() - started < 30
 
 
 # ------------------------------------------------------------------------------------------------------- thinking

@@ -105,6 +105,7 @@ def test_idle_connections_end_later_than_those_that_never_asked(server):
         assert until_closed(connection) == b""
 
 
+@tried_again
 def test_a_connection_without_a_key_may_not_rest(tmp_path):
     """One that asked for health alone ends as if it had not asked; one with a key stays, also after such a request."""
     config = keyed(tmp_path, grpc_port=None, **(TIMES | {"idle_timeout_s": 60.0}))
@@ -119,12 +120,13 @@ def test_a_connection_without_a_key_may_not_rest(tmp_path):
             connection.sendall(ask)
             assert next_status(connection) == 200
         assert until_closed(unknown) == b""
-        assert 0.3 < time.monotonic() - began < 30
+        assert 0.3 < time.monotonic() - began < 60  # idle_timeout_s
         time.sleep(0.5)
         known.sendall(LIVE)
         assert next_status(known) == 200
 
 
+@tried_again
 @pytest.mark.parametrize("kind", [b"Content-Length: 900000", b"Transfer-Encoding: chunked"])
 def test_bodies_that_stop_coming_end_and_give_their_room_back(server, kind):
     with connect(server) as connection:
@@ -219,6 +221,7 @@ def large_answers_request(num_rows: int) -> bytes:
     return post(ask, b"Content-Length: %d" % len(ask), path="/v2/models/many/infer")
 
 
+@tried_again
 @pytest.mark.slow
 def test_answers_that_nobody_reads_have_a_bound_together(made, small_buffers):
     """It is 1 MiB here, also for short ones, which are sent at once; some are reset long before their time is up."""
@@ -267,8 +270,8 @@ def peers(process: psutil.Process, server: RunningServer) -> list:
         pytest.param(post(b"0" * 200_000 + b"1\r\nx\r\n", CHUNKED), 400, id="zeros before a chunk's size"),
     ],
 )
-def test_heads_and_framing_are_bounded(server, piece, status):
-    with connect(server) as connection:
+def test_heads_and_framing_are_bounded(patient_server, piece, status):
+    with connect(patient_server) as connection:
         for i in range(0, len(piece), 4096):
             try:
                 connection.sendall(piece[i : i + 4096])
@@ -377,16 +380,16 @@ def test_trailers_are_not_headers(patient_server, is_split):
         assert next_status(connection) == 200
 
 
-def test_pipelined_requests_do_not_pile_up(server):
+def test_pipelined_requests_do_not_pile_up(patient_server):
     """The first is answered, and the connection ends: 13,000 others that came with it were never taken up."""
-    before = sum(outcomes(server.http_url).values())
+    before = sum(outcomes(patient_server.http_url).values())
     slow = body_of([[SLOW_TOKEN]])
-    with connect(server) as connection:
+    with connect(patient_server) as connection:
         connection.sendall(post(slow, b"Content-Length: %d" % len(slow)) + post(BODY, b"Content-Length: 2") * 2000)
         answer = until_closed(connection)
     assert statuses(answer) == [200]
     assert b"connection: close" in answer
-    assert sum(outcomes(server.http_url).values()) == before + 1
+    assert sum(outcomes(patient_server.http_url).values()) == before + 1
 
 
 def test_connections_beyond_the_limit_are_told_so_and_others_go_on():
@@ -594,6 +597,7 @@ def test_what_two_readers_could_understand_differently_ends_the_connection(patie
     assert b"close" in answers.lower()
 
 
+@tried_again
 @pytest.mark.parametrize(
     ("sent", "wanted"),
     [

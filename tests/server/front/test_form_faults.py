@@ -24,7 +24,7 @@ from guerdon.settings.config import ServerConfig
 from served import Serve
 from server.echo_service import EchoService
 from server.form_examples import EXAMPLES
-from server.helpers import connect, posted, until_closed, wait_until
+from server.helpers import connect, posted, tried_again, until_closed, wait_until
 
 TIMEOUT_S = 1.2
 MAX_REQUESTS = 16
@@ -72,6 +72,7 @@ def test_killed_refused_and_started_again():
             assert [example.scored(ask(example, "a text")) for example in EXAMPLES] == [6.0] * len(EXAMPLES)
 
 
+@tried_again
 def test_slow(hasty):
     """The answers are there when the time is up; what is asked next is answered as if nothing had been."""
     service, server = hasty

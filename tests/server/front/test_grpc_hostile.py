@@ -176,7 +176,7 @@ def test_answers_that_are_not_read_end_and_leave_nothing(monkeypatch, method):
 
 def test_a_stop_does_not_wait_for_what_is_half_open_or_not_read():
     config = ServerConfig(port=0, grpc_port=0)
-    with RunningServer(EchoService(), config, grace_s=60) as server:
+    with RunningServer(EchoService(), config, grace_s=600) as server:
         raw = raw_client(server)
         raw.ask("ModelInfer", large_answers_call())
         wait_until(lambda: outcomes(server.http_url).get(("many", "ok")) == 1)
@@ -184,7 +184,7 @@ def test_a_stop_does_not_wait_for_what_is_half_open_or_not_read():
             raw.ask(method)
         time.sleep(0.1)
         began = time.monotonic()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 120
     raw.close()
 
 

@@ -143,8 +143,8 @@ def test_a_client_that_leaves_cancels_its_work(server: RunningServer, service: E
         stream.send(message([SLOW_TOKEN]))
         wait_until(lambda: service.num_open == 1)
         stream.call.cancel()
-        wait_until(lambda: service.cancelled == before + 1)
-    assert service.num_open == 0
+        wait_until(lambda: service.num_open == 0)
+    assert service.cancelled == before + 1
 
 
 def test_a_stream_needs_a_key_and_counts_each_request(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from guerdon.wire import kserve, kserve_grpc
 from guerdon.wire.tensors import InferRequest, Tensor
 from served import Serve
 from server.echo_service import EchoService
-from server.helpers import INFER, posted, wait_until
+from server.helpers import INFER, posted, tried_again, wait_until
 
 TEXTS = ["x"] * 999 + ["x" * 1000]
 """A few kilobytes of which the values make a table of a million numbers."""
@@ -177,6 +177,7 @@ def ask(server: RunningServer, asked: str, version: bytes = b"1.1", num_buffer: 
     return connection
 
 
+@tried_again
 @pytest.mark.parametrize("asked", FORMS)
 def test_answers_that_nobody_reads_take_no_more_than_bodies_may(unread_server: RunningServer, asked: str) -> None:
     headers, whole = unread_post(unread_server, asked)
