@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx._transports.default as httpx_transports
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
+
+for _part in ("connect", "read", "write", "pool"):  # in place of httpx's 5 s; guerdon itself always gives its own
+    setattr(DEFAULT_TIMEOUT_CONFIG, _part, 120.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
