@@ -59,6 +59,7 @@ def config_of(
     )
 
 
+@pytest.mark.slow
 def test_the_policy_comes_closer_to_the_teacher(
     folder: Path, server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

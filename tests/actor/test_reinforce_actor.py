@@ -268,6 +268,7 @@ def test_nemos_cfg_is_told_what_to_give_instead() -> None:
         ReinforceActor(cfg, object())  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_loop_of_nemo_aligners_form_raises_the_reward(folder: Path) -> None:
     actor = actor_of(folder, RolloutConfig(max_new_tokens=8), learning_rate=2e-2, offload_optimizer=True)
     prompts = prompts_of(*([i, i + 1, i + 2] for i in range(10, 16)))

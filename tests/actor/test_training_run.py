@@ -340,6 +340,7 @@ def test_a_run_that_shall_not_go_on_does_not_overwrite_another(folder: Path, tmp
         train(config_of(folder, tmp_path, steps=1, run={"resume": False}))
 
 
+@pytest.mark.slow
 def test_an_error_goes_through_and_gives_the_folder_free(folder: Path, tmp_path: Path) -> None:
     def fail(step: int) -> None:
         raise ValueError("mine")

@@ -435,6 +435,7 @@ def test_everything_that_is_pressed_or_filled_has_a_name(idle: str, visit: Visit
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.slow
 def test_the_page_can_be_used_by_the_keyboard_alone(idle: str, visit: Visit) -> None:
     page = visit(idle)
     page.keyboard.press("Tab")

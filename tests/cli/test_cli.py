@@ -325,6 +325,7 @@ def test_a_hyphen_is_stdin_and_stdout(
     assert {path.name for path in scoring.iterdir()} <= {"scorer_here.py", "__pycache__"}
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_soon(scoring: Path) -> None:
     (scoring / "in.jsonl").write_text('{"text": "interrupt"}\n' * 100)
     command = [sys.executable, "-m", "guerdon", *SCORE, "in.jsonl", "-o", "out.jsonl"]

@@ -168,6 +168,7 @@ def test_requirements_of_other_platforms_are_skipped(marker, holds, tmp_path, mo
     assert found == (["other"] if holds else [])
 
 
+@pytest.mark.slow
 def test_an_untested_version_is_a_problem_and_a_missing_package_a_note(tmp_path, monkeypatch):
     distribution(tmp_path, "transformers", "4.40.0")
     monkeypatch.syspath_prepend(tmp_path)

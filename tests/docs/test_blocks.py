@@ -20,6 +20,7 @@ import zoo
 from demo import parts
 from guerdon import CriticClient, RewardClient
 from served import reward_model
+from tiers import slow_but
 
 PROMPTS = [{"prompt": f"Question {i}: what is {i}+2?"} for i in range(64)]
 
@@ -103,7 +104,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("page", ["README.md", "docs/guides/first_run.md"])
+@pytest.mark.parametrize("page", slow_but(("README.md",), ["README.md", "docs/guides/first_run.md"]))
 def test_a_page_does_what_it_says(page: str, reader: Reader) -> None:
     shutil.rmtree(reader.folder / "out/run", ignore_errors=True)
     (reader.folder / "scored.jsonl").unlink(missing_ok=True)

@@ -118,6 +118,7 @@ def test_beyond_the_budget_a_level_is_computed_again(tmp_path: Path) -> None:
     assert_exact(engine, rows, zoo.reference_tokens(folder, rows))
 
 
+@pytest.mark.slow
 def test_training_computes_each_row_alone_and_serving_shares(tmp_path: Path) -> None:
     trainer: Any = build_trainer(CriticConfig(model=str(zoo.checkpoint("qwen3_5_text", tmp_path, "openrlhf-critic"))))
     engine, rows = trainer.engine, make_rows()

@@ -266,6 +266,7 @@ def test_the_probe_reaches_beyond_every_window(tmp_path: Path) -> None:
         np.testing.assert_allclose(got[-len(own) :], own, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_path_that_fails_beyond_the_window_is_found_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,6 +134,7 @@ def test_other_heads_over_the_same_base(tmp_path: Path) -> None:
         np.testing.assert_allclose(got, want[i][0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_their_weights_are_one_bases(tmp_path: Path) -> None:
     base = zoo.language_model("llama", tmp_path / "base")
     folders = [tmp_path / f"a{i}" for i in range(4)]

@@ -48,6 +48,7 @@ def test_it_begins_as_the_model_and_only_adapters_and_head_move(name: str, tmp_p
     assert state["num_trainable"] == sum(after[name].numel() for name in moved) < state["num_parameters"]
 
 
+@pytest.mark.slow
 def test_critics_share_their_base_when_they_are_served(tmp_path: Path) -> None:
     """Values and rewards of two trained critics, over one base, are those of each alone."""
     folder, wanted = zoo.checkpoint("llama", tmp_path / "base"), []

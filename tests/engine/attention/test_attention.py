@@ -197,6 +197,7 @@ def test_blocks_that_flex_leaves_out_are_seen_by_nobody_and_whole_ones_by_all(na
 
 
 # As many blocks as there are heads of either kind, one block, few tokens, and none of that.
+@pytest.mark.slow
 @pytest.mark.parametrize("first", slow_but([(300, 200)], [((300, 200),), ((200,),), ((100,),), ((40, 1),), ((300,),)]))
 def test_flex_is_compiled_by_kind_and_not_by_batch_and_never_runs_uncompiled(
     first: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
