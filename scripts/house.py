@@ -21,7 +21,7 @@ SRC = ROOT / "src/guerdon"
 MOST = {
     "lines of src": 63_373,
     "files of src": 326,
-    "lines of tests": 83_456,
+    "lines of tests": 83_478,
     "modules with one importer": 76,
     "private functions that one place calls": 605,
     "imports, % of the lines": 6.8,
