@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import zoo
-from guerdon.actor.sampling import Sampler, StopTexts, sample_indices, uniforms
+from guerdon.actor.generation import Sampler, StopTexts, sample_indices, uniforms
 from guerdon.errors import ConfigError, RunFailed
 from guerdon.settings.actors import RolloutConfig
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from guerdon.actor import curves, trackers
+from guerdon.actor import run_metrics, trackers
 from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.actor.run_metrics import METRICS, rollout_metrics
 from guerdon.actor.trackers import Trackers, read_metrics, sample_table
@@ -276,18 +276,18 @@ def history(num_steps: int, **more: float) -> list[dict[str, Any]]:
 def test_curves_are_drawn(num_steps: int, tmp_path: Path) -> None:
     rows = history(num_steps, critic_loss=0.3)
     rows[-1]["loss"] = None
-    curves.save(rows, tmp_path / "curves.png", "a run")
+    run_metrics.save_curves(rows, tmp_path / "curves.png", "a run")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    curves.save([{"step": 0}], tmp_path / "none.png", "nothing to draw")
+    run_metrics.save_curves([{"step": 0}], tmp_path / "none.png", "nothing to draw")
     assert not (tmp_path / "none.png").exists()
 
 
 def test_the_smoothed_curve_is_a_centred_mean() -> None:
     line = np.arange(100.0)
-    assert np.allclose(curves.smoothed(line)[5:-5], line[5:-5]) and curves.smoothed(line)[0] == 2.5
+    assert np.allclose(run_metrics.smoothed(line)[5:-5], line[5:-5]) and run_metrics.smoothed(line)[0] == 2.5
     spike = np.zeros(100)
     spike[50] = 11.0
-    smooth = curves.smoothed(spike)
+    smooth = run_metrics.smoothed(spike)
     assert np.allclose(smooth[45:56], 1.0) and smooth[44] == smooth[56] == 0.0
 
 

@@ -10,7 +10,7 @@ import pytest
 import judged
 import zoo
 from guerdon.cli import main
-from guerdon.cli.doctor_rubric import examine_rubric
+from guerdon.cli.doctor_model import examine_rubric
 from guerdon.cli.findings import Finding
 
 

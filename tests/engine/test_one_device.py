@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zoo
-from guerdon.actor.sampling import Sampler
+from guerdon.actor.generation import Sampler
 from guerdon.core import Sequence
 from guerdon.engine import heads, microbatches, self_check
 from guerdon.engine.attention import flex, forms, registry

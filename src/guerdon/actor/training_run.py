@@ -18,7 +18,7 @@ from typing import Any, TextIO, TypeVar
 
 import yaml
 
-from guerdon.actor import curves, run_checkpoints, trackers
+from guerdon.actor import run_checkpoints, run_metrics, trackers
 from guerdon.actor.policy_group import PolicyGroup
 from guerdon.actor.preemption import TIME_IS_UP, Preempted, Preemption, wait_for
 from guerdon.actor.prompts import Prompts, check_sendable, sent_ending
@@ -345,7 +345,7 @@ class Run:
                 "raise it, or make steps smaller; if the servers were away, start them first",
             )
         rows = trackers.read_metrics(self._folder / trackers.METRICS_FILE)
-        curves.save(rows, self._folder / CURVES, f"{self._folder.name}: {self.step} steps")
+        run_metrics.save_curves(rows, self._folder / CURVES, f"{self._folder.name}: {self.step} steps")
         log.info("%s", self.summary())
         return True
 

@@ -374,12 +374,12 @@ def _train(config: ActorConfig) -> int:
 
 def run_doctor(args: argparse.Namespace) -> int:
     """Prints every finding as it comes, and the number of problems; returns 1 if there is one."""
-    from guerdon.cli import doctor, doctor_rubric, findings
+    from guerdon.cli import doctor, doctor_model, findings
 
     if args.rubric or args.rows:
         if not (args.rubric and args.rows and len(args.TARGET) == 1):
             raise ConfigError("a rubric is tried by one model on one file", "give MODEL, --rubric FILE and --rows FILE")
-        tried = doctor_rubric.examine_rubric(args.TARGET[0], args.rubric, args.rows)
+        tried = doctor_model.examine_rubric(args.TARGET[0], args.rubric, args.rows)
         return Exit.FAILED if findings.report(tried, as_json=args.json) else Exit.DONE
     return Exit.FAILED if findings.report(doctor.examine(args.TARGET), as_json=args.json) else Exit.DONE
 

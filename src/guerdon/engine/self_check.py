@@ -10,23 +10,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
+from guerdon import memory
 from guerdon.core import MIN_SHARED, SAME_BITS, SHARING, Score, Sequence, common_prefix
 from guerdon.distributed.ranks import Ranks
-from guerdon.engine import independence
+from guerdon.engine import independence, onednn
 from guerdon.engine.attention import forms, registry
 from guerdon.engine.checkpoint.weights import LoadedTrunk
 from guerdon.engine.continuing import LEAST_SAVED
 from guerdon.engine.fallback import OTHER_BITS
 from guerdon.engine.forward import Forward, HiddenStates
+from guerdon.engine.independence import is_equal, row_states
 from guerdon.engine.microbatches import MicroBatch
-from guerdon.engine.prepacking import prepack
 from guerdon.errors import CheckpointError, SampleFailed, TooLarge
 from guerdon.settings.config import LanguageModelConfig
 
@@ -373,3 +376,46 @@ def check_finite(
             raise CheckpointError(f"{info.name} scores nothing: {failed[0]}", _NOT_FINITE)
         if failed and every:
             raise CheckpointError(f"{len(failed)} of {len(rows)} random sequences fail: {failed[0]}", _NOT_FINITE)
+
+
+def prepack(forward: Forward, rows: list[np.ndarray], before: list[Tensor] | None = None) -> bool:
+    """Keeps the trunk's weights in oneDNN's order, and says whether it did; the chosen path must be in use.
+
+    Otherwise oneDNN brings them into that order in every product, which is 5 to 10% of a forward of SmolLM2's shape on
+    an AMD EPYC (`benchmarks/RESULTS.md`).
+    `before` are the rows' states by the plain weights in any batch, computed here if they are unknown. The weights are
+    as before if the states had other bits by them, or if the trunk uses its weights in ways of its own. The path
+    `single` restores the plain order in each product, which loses nothing.
+    """
+    layers = list(_layers(forward.trunk))
+    if before is None:
+        before = row_states(forward, forward.path, rows)
+    try:
+        for layer in layers:
+            layer.weight = nn.Parameter(onednn.reordered(layer.weight.detach()), requires_grad=False)
+            memory.trim()  # the gaps do not fit the next one
+        after = row_states(forward, forward.path, rows)
+        forward.use("single")
+        row_states(forward, "single", rows[-1:])
+        forward.use(forward.path)
+        if all(map(is_equal, after, before)):
+            return bool(layers)
+    except (RuntimeError, NotImplementedError, AttributeError):  # an operator that does not take such weights
+        forward.reset_after_error()
+    onednn.restore(forward.trunk)
+    forward.use(forward.path)
+    return False
+
+
+def _layers(trunk: nn.Module) -> Iterator[nn.Linear]:
+    """Yields the linear layers that multiply as PyTorch's do, by a weight that is no other module's."""
+    owners = Counter(id(p) for module in trunk.modules() for p in module.parameters(recurse=False))
+    for module in trunk.modules():
+        if (
+            type(module) is nn.Linear
+            and onednn.is_plain(module)
+            and type(module.weight) is nn.Parameter
+            and owners[id(module.weight)] == 1
+            and onednn.can_reorder(module.weight.dtype)
+        ):
+            yield module

@@ -16,8 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from guerdon.engine.checkpoint import faults
 from guerdon.engine.checkpoint.digests import digest_files
-from guerdon.engine.checkpoint.tekken import TEKKEN
-from guerdon.engine.checkpoint.tokenizer_files import PIPELINE, TOKENIZER_FILES
+from guerdon.engine.checkpoint.tokenizer_files import PIPELINE, TEKKEN, TOKENIZER_FILES
 from guerdon.errors import CheckpointError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
