@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ def parts(folder: Path, out: Path, *, steps: int, rollouts: dict[str, Any] | Non
 
 def without_curves(patch: pytest.MonkeyPatch) -> None:
     """Lets runs leave an empty file for their curves: to draw them takes longer than a few steps of a tiny policy."""
-    patch.setattr("guerdon.actor.training_run.curves", SimpleNamespace(save=lambda rows, path, title: path.touch()))
+    patch.setattr("guerdon.actor.training_run.save_curves", lambda rows, path, title: path.touch())
 
 
 def metrics_of(out: Path) -> list[dict[str, float]]:

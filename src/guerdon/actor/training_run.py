@@ -18,14 +18,14 @@ from typing import Any, TextIO, TypeVar
 
 import yaml
 
-from guerdon.actor import run_checkpoints, run_metrics, trackers
+from guerdon.actor import run_checkpoints, trackers
 from guerdon.actor.policy_group import PolicyGroup
 from guerdon.actor.preemption import TIME_IS_UP, Preempted, Preemption, wait_for
 from guerdon.actor.prompts import Prompts, check_sendable, sent_ending
 from guerdon.actor.remote_critic import RemoteCritic
 from guerdon.actor.remote_teacher import RemoteTeacher
 from guerdon.actor.rollouts import Prompt, Rollout
-from guerdon.actor.run_metrics import METRICS, rollout_metrics, timed
+from guerdon.actor.run_metrics import METRICS, rollout_metrics, save_curves, timed
 from guerdon.durable import locked, make_folder
 from guerdon.errors import ConfigError, RewardsFailed
 from guerdon.settings.actors import ActorConfig, RewardedRunConfig, get_remote, resolve_schedule
@@ -345,7 +345,7 @@ class Run:
                 "raise it, or make steps smaller; if the servers were away, start them first",
             )
         rows = trackers.read_metrics(self._folder / trackers.METRICS_FILE)
-        run_metrics.save_curves(rows, self._folder / CURVES, f"{self._folder.name}: {self.step} steps")
+        save_curves(rows, self._folder / CURVES, f"{self._folder.name}: {self.step} steps")
         log.info("%s", self.summary())
         return True
 
