@@ -14,13 +14,18 @@ from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run_metrics import timed
 from guerdon.actor.training_run import Run, RunSummary
 from guerdon.actor.update import update
-from guerdon.critic_core import TrainReport
 from guerdon.settings.actors import PPOConfig, PPORunConfig, check_actor
 from guerdon.training.algorithms.advantages import adaptive_lams, gae, whiten
 from guerdon.training.algorithms.kl import token_rewards
 from guerdon.training.algorithms.masking import MaskedMoments
 
 log = logging.getLogger(__name__)
+
+_CRITIC_METRICS = {
+    "critic_loss": "loss", "critic_explained_variance": "explained_variance", "critic_clip_fraction": "clip_fraction",
+    "critic_grad_norm": "grad_norm", "critic_skipped_steps": "num_skipped", "critic_learning_rate": "learning_rate",
+}  # fmt: skip
+"""The reports' fields, by the metrics' names."""
 
 
 def train(config: PPORunConfig, policy: PolicyGroup | None = None) -> RunSummary:
@@ -68,7 +73,8 @@ def train(config: PPORunConfig, policy: PolicyGroup | None = None) -> RunSummary
                     update(run.policy, experience, advantages, algorithm, sampling, metrics)
                 with timed(metrics, "seconds_critic_wait"):
                     report = run.wait_for_critic(training)
-                run.finish(step, metrics | _critic_metrics(report), rollouts)
+                metrics |= {name: float(getattr(report, of_report)) for name, of_report in _CRITIC_METRICS.items()}
+                run.finish(step, metrics, rollouts)
     return run.summary()
 
 
@@ -87,14 +93,3 @@ def ppo_advantages(experience: Experience, config: PPOConfig) -> tuple[Tensor, T
     if config.whiten_advantages:
         advantages = whiten(advantages, mask, MaskedMoments.of(advantages, mask))
     return advantages, returns
-
-
-def _critic_metrics(report: TrainReport) -> dict[str, float]:
-    return {
-        "critic_loss": report.loss,
-        "critic_explained_variance": report.explained_variance,
-        "critic_clip_fraction": report.clip_fraction,
-        "critic_grad_norm": report.grad_norm,
-        "critic_skipped_steps": float(report.num_skipped),
-        "critic_learning_rate": report.learning_rate,
-    }

@@ -82,10 +82,10 @@ class ServedValue:
         self._critic.close()
         return True
 
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        """Does nothing: the critic has its own device."""
+    def prepare_for_training(self, *_: Any, **__: Any) -> None:
+        """Does nothing, as those below: the critic has its own device."""
 
-    prepare_for_training = prepare_for_inference = finish_training = finish_inference = _nothing
+    prepare_for_inference = finish_training = finish_inference = prepare_for_training
 
 
 def _rows(data: Any) -> dict[str, Any]:

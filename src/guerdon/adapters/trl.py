@@ -55,18 +55,16 @@ class TrlReward:
     def _make_samples(
         self, prompts: Sequence[Prompt], completions: Sequence[Prompt], columns: dict[str, Any]
     ) -> ScoreArgs:
-        samples = make_samples(prompts, self._ended(completions, columns))
-        return samples if self._labels is None else {**samples, "labels": columns[self._labels]}
-
-    def _ended(self, completions: Sequence[Prompt], columns: dict[str, Any]) -> list[Prompt]:
-        """Returns the completions, with `ending` appended to texts that were not truncated."""
         ending, eos = self._ending or "", self._eos_token_id
         ids = completions if eos is None else columns["completion_ids"]
+        # Texts that were truncated have not ended.
         has_ended = [eos is None or [*row][-1:] == [eos] for row in ids]
-        return [
+        whole = [
             ended(completion, ending) if isinstance(completion, str) and ends else completion
             for completion, ends in zip(completions, has_ended, strict=True)
         ]
+        samples = make_samples(prompts, whole)
+        return samples if self._labels is None else {**samples, "labels": columns[self._labels]}
 
     def _log_and_return(self, scores: Scores, columns: dict[str, Any]) -> list[float | None]:
         failed = [error for error in scores.errors if error is not None]

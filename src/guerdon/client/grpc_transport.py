@@ -159,7 +159,7 @@ class GrpcTransport:
 
         def wake(_: Any) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_resolve, ended)
+                loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
 
         with self._count_exchange():
             rpc = getattr(self._open_stub(), exchange.method).future(
@@ -236,11 +236,6 @@ def _check_fork() -> None:
             "this process was forked while gRPC was at work, which gRPC does not survive: fork while no call is under "
             "way, give an http:// URL, or start processes by spawn"
         )
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _options(policy: RetryPolicy) -> list[tuple[str, int]]:

@@ -21,7 +21,7 @@ from guerdon import errors
 from guerdon.client.addresses import Address
 from guerdon.client.calls import ModelSignature
 from guerdon.client.retry import Configure, Describe, Exchange, FetchHead, Infer, InferResult, Ready, RetryPolicy
-from guerdon.client.statuses import CERTIFICATE_HINT, error_of, stated, stated_error, tls_failure
+from guerdon.client.statuses import CERTIFICATE_HINT, stated, stated_error, tls_failure
 from guerdon.wire import kserve
 
 Json = TypeVar("Json", dict[str, Any], list[Any])
@@ -292,9 +292,7 @@ def fetch(
         message = body.get("error")
         if not isinstance(message, str):
             message = f"{address.url} answered {reply.status} to {path}"
-        raise error_of(
-            reply.status, message, stated(reply.headers, "retry-after"), class_name=reply.headers.get("guerdon-error")
-        )
+        raise stated_error(reply.status, message, reply.headers)
     return reply
 
 

@@ -247,21 +247,16 @@ class _Output:
         facts = {"first_row": self._first, "next_row": self.summary.num_rows, "digest": self._digest}
         metadata = {name: str(value) for name, value in facts.items()} | {"errors": json.dumps(self._errors)}
         name = f"shard-{self._first:012d}.safetensors"
-        durable.write_new(self._folder / name, _to_bytes(tensors, metadata))
+        shapes = {stem: (_DTYPES[str(table.dtype)], table.shape) for stem, table in tensors.items()}
+        header = tensor_files.header(shapes, metadata)
+        parts = (np.ascontiguousarray(table).data for table in tensors.values())
+        durable.write_new(self._folder / name, b"".join([header, *parts]))
         self._first, self._num_bytes, self._tables, self._errors = self.summary.num_rows, 0, {}, {}
 
     def _count(self, errors: Any) -> None:
         for error in errors:
             self.summary.num_failed += 1
             self.summary.first_error = self.summary.first_error or error
-
-
-def _to_bytes(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
-    """Returns a file of safetensors."""
-    header = tensor_files.header(
-        {n: (_DTYPES[str(table.dtype)], table.shape) for n, table in tensors.items()}, metadata
-    )
-    return b"".join([header, *(np.ascontiguousarray(table).data for table in tensors.values())])
 
 
 def read_shard(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:

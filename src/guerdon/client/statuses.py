@@ -48,11 +48,11 @@ def stated(headers: Mapping[str, Any], name: str) -> float | None:
         return None
 
 
-def stated_error(status: int | str, message: str, headers: Mapping[str, Any], url: str) -> GuerdonError:
-    """Returns `error_of` what a server states; an error about the key also names the server and how to give a key."""
+def stated_error(status: int | str, message: str, headers: Mapping[str, Any], url: str = "") -> GuerdonError:
+    """Returns `error_of` what a server states; with `url`, an error about the key names it and how to give a key."""
     retry_after_s, num_steps = stated(headers, "retry-after"), stated(headers, "guerdon-num-steps")
     error = error_of(status, message, retry_after_s, headers.get("guerdon-error"), num_steps)
-    if isinstance(error, errors.Unauthenticated | errors.Forbidden):
+    if url and isinstance(error, errors.Unauthenticated | errors.Forbidden):
         return type(error)(f"{error} ({url}; a key comes by GUERDON_API_KEY or credentials=)")
     return error
 

@@ -35,7 +35,10 @@ class Head:
         """Reads the safetensors file that a teacher sends; raises ServerFault if it is malformed."""
         try:
             tensors, metadata = tensor_files.parse(file)
-            arrays = {name: _array(tensor) for name, tensor in tensors.items()}
+            arrays = {  # copied, to be writable and aligned
+                name: np.frombuffer(tensor.data, _DTYPES[tensor.dtype]).reshape(tensor.shape).copy()
+                for name, tensor in tensors.items()
+            }
             return cls(
                 arrays["weight"],
                 arrays.get("bias"),
@@ -70,8 +73,3 @@ class Head:
         weight, bias = self._on_device[hidden.device]
         logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias) * self.logit_scale
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
-
-
-def _array(tensor: tensor_files.TensorBytes) -> np.ndarray:
-    made = np.frombuffer(tensor.data, _DTYPES[tensor.dtype]).reshape(tensor.shape)
-    return made.copy()  # writable and aligned

@@ -114,16 +114,13 @@ class Resting:
                 _put(tensor, own)
             self._file.close()
             self._file, self._shapes = None, []
-            self._reorder()
+            for layer in self._reordered:
+                layer.weight = nn.Parameter(onednn.reordered(layer.weight.detach()), requires_grad=False)
 
     def _tensors(self) -> dict[Tensor, None]:
         modules = [module for part in self.parts() for module in part.modules()]
         held = [tensor for m in modules for tensor in (*m._parameters.values(), *m._buffers.values())]
         return dict.fromkeys(tensor for tensor in held if tensor is not None)  # a tensor's hash is its identity
-
-    def _reorder(self) -> None:
-        for layer in self._reordered:
-            layer.weight = nn.Parameter(onednn.reordered(layer.weight.detach()), requires_grad=False)
 
 
 def _local(tensor: Any) -> Tensor:

@@ -164,7 +164,11 @@ class ChatJudgeConfig(QuestionsConfig):
         elif parts.username is not None or parts.password is not None:
             yield "url has a user's name or password in it", "give a key by api_key_env or api_key_file"
         if self.compare is not None:
-            yield from self._contradictions_of_verdicts()
+            values, bounds = self.parse.values, (self.parse.lowest, self.parse.highest)
+            is_bounded = None not in bounds and 0 <= (bounds[0] or 0) <= (bounds[1] or 0) <= 1
+            if not (self.parse.preset or is_bounded or (values and all(0 <= value <= 1 for value in values.values()))):
+                advice = "choose a preset, or give values such as {A: 1, B: 0, tie: 0.5}, or lowest: 0 and highest: 1"
+                yield "the judge compares, and parse has verdicts beyond 0 to 1", advice
         elif self.parse.preset:
             yield f"parse is {self.parse.preset}, which reads verdicts on two responses", "add `compare: {}`"
         if not self.question:
@@ -191,13 +195,6 @@ class ChatJudgeConfig(QuestionsConfig):
     def question(self) -> str:
         """The template, or the preset's."""
         return self.template or TEMPLATES.get(self.parse.preset, "")
-
-    def _contradictions_of_verdicts(self) -> Contradictions:
-        values, bounds = self.parse.values, (self.parse.lowest, self.parse.highest)
-        is_bounded = None not in bounds and 0 <= (bounds[0] or 0) <= (bounds[1] or 0) <= 1
-        if not (self.parse.preset or is_bounded or (values and all(0 <= value <= 1 for value in values.values()))):
-            advice = "choose a preset, or give values such as {A: 1, B: 0, tie: 0.5}, or lowest: 0 and highest: 1"
-            yield "the judge compares, and parse has verdicts beyond 0 to 1", advice
 
 
 def take_out(components: Iterable[Any]) -> list[ChatJudgeConfig]:

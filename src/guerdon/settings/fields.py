@@ -174,7 +174,15 @@ def _convert(hint: Any, value: Any, where: str, mistakes: Mistakes, place: str) 
         (item,) = typing.get_args(inner)
         return [_convert(item, v, f"{where}[{i}]", mistakes, place) for i, v in enumerate(value)]
     if typing.get_origin(inner) is dict:
-        return _convert_mapping(typing.get_args(inner)[1], value, where, mistakes, place)
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where} must be a mapping, not {type(value).__name__}", "write `key: value` lines")
+        for key in value:
+            if isinstance(key, bool):
+                raise ConfigError(
+                    f"{where} has the key {key}", "write it in quotes: YAML reads yes, no, on and off as that"
+                )
+        item = typing.get_args(inner)[1]
+        return {str(key): _convert(item, v, f"{where}.{key}", mistakes, place) for key, v in value.items()}
     if inner is Any:
         return value
     if typing.get_origin(inner) is Literal:
@@ -190,17 +198,6 @@ def _convert(hint: Any, value: Any, where: str, mistakes: Mistakes, place: str) 
     if not isinstance(value, inner) or (inner is not bool and isinstance(value, bool)):
         raise ConfigError(f"{where} is {value!r}", f"give a value of type {inner.__name__}")
     return value
-
-
-def _convert_mapping(item: Any, value: Any, where: str, mistakes: Mistakes, place: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} must be a mapping, not {type(value).__name__}", "write `key: value` lines")
-    for key in value:
-        if isinstance(key, bool):
-            raise ConfigError(
-                f"{where} has the key {key}", "write it in quotes: YAML reads yes, no, on and off as that"
-            )
-    return {str(key): _convert(item, v, f"{where}.{key}", mistakes, place) for key, v in value.items()}
 
 
 def check_choice(hint: Any, value: Any, where: str) -> None:

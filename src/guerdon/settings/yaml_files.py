@@ -40,13 +40,9 @@ def _construct_located(loader: Any, node: Any) -> Iterator[Located]:
     }
 
 
-def _construct_text(loader: Any, node: Any) -> Text:
-    return Text(loader.construct_scalar(node))
-
-
 _Loader.add_constructor("tag:yaml.org,2002:map", _construct_located)
 _TextLoader.add_constructor("tag:yaml.org,2002:map", _construct_located)
-_TextLoader.add_constructor("tag:yaml.org,2002:str", _construct_text)
+_TextLoader.add_constructor("tag:yaml.org,2002:str", lambda loader, node: Text(loader.construct_scalar(node)))
 
 
 def read_yaml(path: str | Path, kind: str = "", *, as_texts: bool = False) -> Any:

@@ -59,7 +59,9 @@ def flex(
     query, key, value = (_laid_out(x, fill) for x in (query, key, value))
     mask = block_mask(batch, causal, pattern, reach, query.device, fill=fill, gradients=gradients)
     cap = _cap(softcap, query.device) if softcap else None
-    _allow_variants()
+    # The setting is thread-local, and activation checkpointing recomputes on autograd's thread; `patch` leaves traces.
+    if torch._dynamo.config.recompile_limit < VARIANTS:
+        torch._dynamo.config.recompile_limit = VARIANTS
     out: Tensor = attend(query, key, value, score_mod=cap, block_mask=mask, scale=scale, enable_gqa=gqa)
     return out[:, :, : batch.num_tokens]
 
@@ -67,13 +69,6 @@ def flex(
 @functools.cache
 def _compiled() -> Any:
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
-
-
-def _allow_variants() -> None:
-    """Raises the calling thread's limit of compilations, if needed; not with `patch`, which leaves traces."""
-    # The setting is thread-local, and activation checkpointing recomputes on autograd's thread.
-    if torch._dynamo.config.recompile_limit < VARIANTS:
-        torch._dynamo.config.recompile_limit = VARIANTS
 
 
 def _fill(num_tokens: int, *sizes: int) -> int:

@@ -8,7 +8,7 @@ too.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,12 @@ def reach_of(mask_function: Callable[..., Any]) -> Reach | None:
     code = getattr(mask_function, "__code__", None)
     inside = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
     if code is known.and_masks().__code__:
-        return _intersection(reach_of(function) for function in inside[0])
+        before = after = -1
+        for reach in map(reach_of, inside[0]):
+            if reach is None:
+                return None
+            before, after = _least(before, reach[0]), _least(after, reach[1])
+        return before, after
     if code is known.sliding_window_overlay(1).__code__:
         return inside[0] - 1, -1
     if code is known.sliding_window_bidirectional_overlay(1).__code__:
@@ -93,15 +98,6 @@ def cut(pattern: Pattern | None, causal: bool, length: int) -> tuple[Pattern | N
         return (None, plain) if causal and pattern.window and pattern.window >= length else (pattern, None)
     before, after = (-1 if most and most >= length - 1 else most for most in pattern.reach)
     return (None, plain) if (before, after) == plain else (pattern, (before, after))
-
-
-def _intersection(reaches: Iterable[Reach | None]) -> Reach | None:
-    before = after = -1
-    for reach in reaches:
-        if reach is None:
-            return None
-        before, after = _least(before, reach[0]), _least(after, reach[1])
-    return before, after
 
 
 def _least(a: int, b: int) -> int:

@@ -299,7 +299,8 @@ def _open_adapter(folder: Path, base: str | None, above: tuple[Path, ...]) -> St
     files = find_files(folder)
     settings = read_settings(folder / ADAPTER_CONFIG)
     head = _open_files(path for path in files.weights if path.name in HEAD_FILES)
-    facts = read_settings(folder / "trainer.json") if head and not all(map(_of_llama_factory, head)) else {}
+    is_ours = bool(head) and not all(name.startswith("v_head.") for name in head)  # as LLaMA-Factory's are
+    facts = read_settings(folder / "trainer.json") if is_ours else {}
     tensors = _open_files(path for path in files.weights if path.name not in HEAD_FILES)
     named = base or settings.get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
@@ -317,10 +318,6 @@ def _open_adapter(folder: Path, base: str | None, above: tuple[Path, ...]) -> St
     sample = joined(under.sample, files.sample(digested))
     adapter = StoredAdapter(settings, tensors, under, head, facts)
     return StoredCheckpoint(folder, under.settings, under.tensors, sample, files, digested, adapter)
-
-
-def _of_llama_factory(name: str) -> bool:
-    return name.startswith("v_head.")
 
 
 def _open_files(paths: Iterable[Path], *, may_be_quantised: bool = False) -> dict[str, StoredTensor]:

@@ -77,7 +77,9 @@ def measure(pids: Iterable[int], baseline_bytes: int = 0) -> TreeUsage:
     num_processes, memory_bytes, cpu_s = 0, 0, 0.0
     for pid in pids:
         with contextlib.suppress(OSError, IndexError):  # it has ended
-            cpu_s += _cpu_s(pid)
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+            cpu_s += sum(map(int, fields[11:15])) / _TICKS_PER_S  # with its children's that it has waited for
             memory_bytes += max(0, own_memory(pid) - baseline_bytes)
             num_processes += 1
     return TreeUsage(num_processes, memory_bytes, cpu_s)
@@ -98,13 +100,6 @@ def _status(pid: int, key: bytes) -> int:
         status = file.read()
     _, found, rest = status.partition(b"\n" + key)
     return int(rest.split(None, 1)[0]) * 1024 if found else 0  # a zombie has none
-
-
-def _cpu_s(pid: int) -> float:
-    """Returns the CPU seconds of a process and of its children that it has waited for."""
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()
-    return sum(map(int, fields[11:15])) / _TICKS_PER_S
 
 
 def end_all(timeout_s: float) -> bool:
