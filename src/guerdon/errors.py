@@ -126,6 +126,11 @@ def describe(error: BaseException) -> str:
     return described[:_MAX_CHARACTERS].encode("utf-8", "backslashreplace").decode()
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of the error's text, the name of its class if it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error reports a lack of memory; torch has a class of its own only for GPUs."""
     return isinstance(error, MemoryError) or any(text in describe(error) for text in _OUT_OF_MEMORY)

@@ -437,7 +437,7 @@ def test_an_actor_says_what_it_loads_before_torch_is_imported(
     ("argv", "says"),
     [
         ("--data.prompts absent.jsonl", "there is no absent.jsonl"),
-        *slow_but((), [("--data.prompts absent.json", "absent.json does not exist")]),
+        *slow_but((), [("--data.prompts absent.json", "there is no absent.json")]),
         *slow_but((), [("", "prompts.jsonl, row 1 (from 0): it has no field prompt, only text")]),
         *slow_but((), [("--data.field text", "prompts.jsonl, row 0 (from 0): it has no field text, only prompt")]),
     ],

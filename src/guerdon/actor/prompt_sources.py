@@ -8,9 +8,9 @@ from typing import Any
 
 from guerdon.client.jsonl import read_rows
 from guerdon.core import Message
-from guerdon.errors import ConfigError, InvalidRequest, StartError, install_command
+from guerdon.errors import ConfigError, InvalidRequest, StartError, first_line, install_command
 from guerdon.messages import plain
-from guerdon.settings.actors import DataConfig
+from guerdon.settings.actors import DataConfig, is_path
 
 
 def check_prompts(config: DataConfig) -> None:
@@ -29,7 +29,7 @@ def check_prompts(config: DataConfig) -> None:
 
 def _count_prompts(config: DataConfig, source: str, split: str) -> int | None:
     """Returns the number of prompts; None for a data set of the hub."""
-    if not (Path(source).exists() or _is_path(source)):
+    if not (Path(source).exists() or is_path(source)):
         return None
     return sum(1 for _ in read_prompts(source, split, config.field, is_chat=config.template))
 
@@ -97,7 +97,7 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 def _data_set_rows(source: str, split: str) -> Iterator[dict[str, Any]]:
     """Yields the rows of a folder that `datasets` saved or reads, or of a data set of the hub."""
     path = Path(source)
-    if not path.is_dir() and _is_path(source):
+    if not path.is_dir() and is_path(source):
         raise ConfigError(f"{source} does not exist", "name a JSONL (.gz) or Parquet file, a folder, or a hub id")
     try:
         import datasets
@@ -111,16 +111,10 @@ def _data_set_rows(source: str, split: str) -> Iterator[dict[str, Any]]:
             data = datasets.load_dataset(source, split=split)
     # datasets raises anything, depending on what the folder or the hub has.
     except Exception as e:
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise ConfigError(
-            f"cannot load the data set {source}, split {split}: {reason}", "check data.prompts and data.split"
+            f"cannot load the data set {source}, split {split}: {first_line(e)}", "check data.prompts and data.split"
         ) from e
     yield from data
-
-
-def _is_path(source: str) -> bool:
-    """Returns whether a name can only be that of a file or folder, not an id of the hub."""
-    return bool(Path(source).suffix) or source.startswith((".", "/", "~"))
 
 
 def _needs_data_extra(source: str | Path) -> ConfigError:

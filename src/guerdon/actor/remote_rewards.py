@@ -58,6 +58,10 @@ class RemoteModel(Generic[C, T]):
             self.submit(group)
         self.collect(check)
 
+    def remember_in(self, memory: dict[str, Any]) -> None:
+        """Keeps the versions of the model's weights in a run's memory, so that a resume knows them."""
+        self._weights.remember_in(memory, f"{self._role.split()[0]}_weights")
+
     def close(self) -> None:
         """Closes the connections, and abandons requests in progress."""
         self._client.close()
@@ -129,10 +133,6 @@ class RemoteRewards(RemoteModel[RewardClient, Scores]):
                 f"{what} accepts {', '.join(inputs)}, but not '{wanted}'",
                 "change `send`, the form in which answers are sent",
             )
-
-    def remember_in(self, memory: dict[str, Any]) -> None:
-        """Keeps the versions of the reward model's weights in a run's memory, so that a resume knows them."""
-        self._weights.remember_in(memory, "reward_weights")
 
     def check_tokenizer(self, tokenizer: Any, ending: Ending | None) -> None:
         """Raises ConfigError if token ids are sent, and the reward model has another tokenizer than this one.

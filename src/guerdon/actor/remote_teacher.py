@@ -51,10 +51,6 @@ class RemoteTeacher(RemoteModel[TeacherClient, TeacherAnswers]):
         remedy = f"serve a {self._role} with the policy's tokenizer{instead}"
         self._refuse_other_tokenizer(tokenizer, "whose token ids are sent to it", remedy)
 
-    def remember_in(self, memory: dict[str, Any]) -> None:
-        """Keeps the versions of the teacher's weights in a run's memory, so that a resume knows them."""
-        self._weights.remember_in(memory, f"{self._role}_weights")
-
     def submit(self, group: list[Rollout]) -> None:
         """Sends the responses to one prompt; returns at once."""
         answers = self._client.submit(

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from guerdon.actor.rollouts import Rollout
 from guerdon.actor.run_metrics import METRICS
 from guerdon.durable import ASIDE
-from guerdon.errors import ConfigError, install_command
+from guerdon.errors import ConfigError, first_line, install_command
 
 METRICS_FILE = "metrics.jsonl"
 _SAMPLES = re.compile(r"step-(\d+)\.(?:txt|md)")
@@ -239,8 +239,7 @@ class MLflow:
                 self._mlflow.start_run(run_name=run_id, tags={"guerdon_run": run_id})
                 self._mlflow.log_dict(settings, "settings.json")
         except self._mlflow.exceptions.MlflowException as e:
-            reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            raise ConfigError(f"MLflow cannot start: {reason}", "set MLFLOW_TRACKING_URI to its server") from e
+            raise ConfigError(f"MLflow cannot start: {first_line(e)}", "set MLFLOW_TRACKING_URI to its server") from e
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Logs finite metrics; MLflow's servers refuse others."""

@@ -29,7 +29,7 @@ from guerdon.client.addresses import Address, addresses
 from guerdon.client.http_transport import fetch, fetch_json
 from guerdon.client.statuses import error_of
 from guerdon.endings import Ending
-from guerdon.errors import ConfigError, Forbidden, GuerdonError, Unauthenticated, install_command
+from guerdon.errors import ConfigError, Forbidden, GuerdonError, Unauthenticated, first_line, install_command
 from guerdon.settings import access
 from guerdon.settings.config import ModelConfig
 
@@ -379,7 +379,7 @@ def examine_devices() -> Iterator[Finding]:
     try:
         import torch
     except Exception as e:  # a broken installation may raise anything
-        yield problem("torch", f"cannot be imported: {_first_line(e)}", "reinstall it: https://pytorch.org/get-started")
+        yield problem("torch", f"cannot be imported: {first_line(e)}", "reinstall it: https://pytorch.org/get-started")
         return
     cuda, rocm = torch.version.cuda, getattr(torch.version, "hip", None)
     build = f"ROCm {rocm}" if rocm else f"CUDA {cuda}" if cuda else "CPUs"
@@ -408,7 +408,7 @@ def _check_gpu(torch: Any, index: int) -> Finding:
         with torch.cuda.device(index):
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     except Exception as e:  # for example another process holds it exclusively
-        return problem(subject, _first_line(e), "see nvidia-smi for its users, or set CUDA_VISIBLE_DEVICES")
+        return problem(subject, first_line(e), "see nvidia-smi for its users, or set CUDA_VISIBLE_DEVICES")
     memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     text = f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {memory}"
     if has_bf16:
@@ -456,12 +456,8 @@ def _check_attention(device: str) -> Finding:
             transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
             info = Engine(load_reward_model(ModelConfig(model=folder, device=device))).info
     except Exception as e:  # an untested version of a library may raise anything
-        return problem(subject, f"a small model fails: {_first_line(e)}", install_command("server"))
+        return problem(subject, f"a small model fails: {first_line(e)}", install_command("server"))
     text = f"{info.path}: a small Llama in {info.dtype} {info.why}"
     if info.path == "packed+shared":
         return ok(subject, text)
     return note(subject, text, "it is exact but slower; check the versions of torch and transformers above")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -159,7 +159,7 @@ class GrpcTransport:
 
         def wake(_: Any) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+                loop.call_soon_threadsafe(lambda: None if ended.done() else ended.set_result(None))
 
         with self._count_exchange():
             rpc = getattr(self._open_stub(), exchange.method).future(

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from guerdon.distributed.ranks import IN_TALK, Ranks
-from guerdon.errors import Exit, RanksLost
+from guerdon.errors import Exit, RanksLost, first_line
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Pulse:
             time.sleep(0.01)
         if self.lost is None:
             # All ranks beat, but a message that was sent in part cannot be resumed.
-            first = (str(error).splitlines() or [type(error).__name__])[0]
+            first = first_line(error)
             lost = RanksLost(f"the ranks do not understand each other: {first}; {_ENDS}")
             threading.Thread(target=self._lose, args=(lost, self._ranks.rank), name="guerdon-lost", daemon=True).start()
             self._have_been_told.wait(4 * self._break_s)

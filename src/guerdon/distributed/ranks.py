@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from guerdon.errors import ConfigError, GuerdonError, RanksLost, ServerFault, StartError, describe, named
+from guerdon.errors import ConfigError, GuerdonError, RanksLost, ServerFault, StartError, describe, first_line, named
 from guerdon.settings.config import ParallelConfig
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class Ranks:
             with self.waiting():
                 told = frames.exchange((where, what), self.control)
         except RuntimeError as e:
-            raise RanksLost(f"another rank was lost: {(str(e).splitlines() or [type(e).__name__])[0]}") from e
+            raise RanksLost(f"another rank was lost: {first_line(e)}") from e
         doing.failed, doing.failure = before
         places, words = zip(*told, strict=True)
         if len(set(places)) == 1:

@@ -25,7 +25,7 @@ from guerdon.engine.decoding import Decoding
 from guerdon.engine.logprobs import LanguageEngine
 from guerdon.engine.packing import pack
 from guerdon.engine.self_check import TOLERANCE, checking, relative_difference
-from guerdon.errors import CheckpointError
+from guerdon.errors import CheckpointError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ class DecoderChoice:
                     raise
                 # A model may raise anything if it is called in a way that it does not support.
                 except Exception as e:
-                    refusal = (str(e).splitlines() or [type(e).__name__])[0][:120]
+                    refusal = first_line(e)[:120]
             found = engine.ranks.tell_all((difference, refusal))
             difference, refusals = max(other for other, _ in found), [other for _, other in found if other]
             if refusals:

@@ -30,7 +30,7 @@ from guerdon.engine.fallback import OTHER_BITS
 from guerdon.engine.forward import Forward, HiddenStates
 from guerdon.engine.independence import is_equal, row_states
 from guerdon.engine.microbatches import MicroBatch
-from guerdon.errors import CheckpointError, SampleFailed, TooLarge
+from guerdon.errors import CheckpointError, SampleFailed, TooLarge, first_line
 from guerdon.settings.config import LanguageModelConfig
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -169,7 +169,7 @@ def checking(ranks: Ranks) -> Iterator[None]:
             yield
         except torch.OutOfMemoryError as e:
             raise TooLarge(
-                f"the device has too little memory for the self-check: {(str(e).splitlines() or [''])[0]}",
+                f"the device has too little memory for the self-check: {first_line(e)}",
                 "free some, choose another machine or --device, or a smaller --dtype such as bfloat16",
             ) from e
 
@@ -266,7 +266,7 @@ class _Probe:
         except torch.OutOfMemoryError:  # it says nothing about the path
             raise
         except (ValueError, NotImplementedError, RuntimeError, TypeError, LookupError, AttributeError) as e:
-            own = _Comparison(error=(str(e).splitlines() or [type(e).__name__])[0][:120])
+            own = _Comparison(error=first_line(e)[:120])
         finally:
             forward.continuation.least_saved, forward.continuation.most_rows = LEAST_SAVED, sys.maxsize
             forward.use("single")

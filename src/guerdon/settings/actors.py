@@ -325,7 +325,7 @@ class ActorConfig:
             "data.validation": self.data.validation,
         }  # fmt: skip
         for path, source in sources.items():
-            if source is not None and _is_path(source) and not Path(source).expanduser().exists():
+            if source is not None and is_path(source) and not Path(source).expanduser().exists():
                 yield f"there is no {source}", f"correct {path}; it may also be an id of the hub"
 
 
@@ -390,9 +390,12 @@ def check_actor(config: ActorConfig) -> None:
     mistakes.raise_all()
 
 
-def _is_path(source: str) -> bool:
-    """Returns whether a name can only be that of a local file or folder, not a hub id."""
-    return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith((".jsonl", ".gz", ".parquet"))
+def is_path(source: str) -> bool:
+    """Returns whether a name can only be that of a local file or folder, not an id of the hub."""
+    return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith(_ENDINGS)
+
+
+_ENDINGS = (".json", ".jsonl", ".gz", ".parquet")
 
 
 def _find_keys(name: str, *urls: str | None) -> Contradictions:

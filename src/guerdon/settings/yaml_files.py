@@ -42,7 +42,7 @@ def _construct_located(loader: Any, node: Any) -> Iterator[Located]:
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _construct_located)
 _TextLoader.add_constructor("tag:yaml.org,2002:map", _construct_located)
-_TextLoader.add_constructor("tag:yaml.org,2002:str", lambda loader, node: Text(loader.construct_scalar(node)))
+_TextLoader.add_constructor("tag:yaml.org,2002:str", lambda loader, node: Text(loader.construct_scalar(node)))  # type: ignore[arg-type]
 
 
 def read_yaml(path: str | Path, kind: str = "", *, as_texts: bool = False) -> Any:

@@ -13,7 +13,16 @@ from guerdon.critic_core import TrainReport, TrainRequest
 from guerdon.distributed import frames
 from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.engine import Engine
-from guerdon.errors import ConfigError, GuerdonError, RanksLost, SampleFailed, ServerFault, TrainFailed, describe
+from guerdon.errors import (
+    ConfigError,
+    GuerdonError,
+    RanksLost,
+    SampleFailed,
+    ServerFault,
+    TrainFailed,
+    describe,
+    first_line,
+)
 from guerdon.training import collectives
 from guerdon.training.critic_trainer import CriticTrainer
 
@@ -211,7 +220,7 @@ class CriticWithReward:
             with self._ranks.waiting():
                 return frames.exchange(what, self._ranks.tensor_group)
         except RuntimeError as e:
-            raise RanksLost(f"another rank was lost: {(str(e).splitlines() or [''])[0]}") from e
+            raise RanksLost(f"another rank was lost: {first_line(e)}") from e
 
     def _critic_on_device(self) -> CriticTrainer:
         self._critic.check_ready()

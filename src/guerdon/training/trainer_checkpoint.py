@@ -44,7 +44,7 @@ from guerdon.engine.checkpoint.placement import dtype_name
 from guerdon.engine.checkpoint.reward_models import LoadedModel
 from guerdon.engine.checkpoint.stored import Origin, StoredTensor, open_safetensors
 from guerdon.engine.checkpoint.tokenizer_files import TOKENIZER_FILES
-from guerdon.errors import CheckpointError, RanksLost, ServerFault, StorageFailed
+from guerdon.errors import CheckpointError, RanksLost, ServerFault, StorageFailed, first_line
 from guerdon.settings.config import LearningConfig
 from guerdon.training import collectives
 from guerdon.training.optimiser import Optimiser
@@ -376,7 +376,7 @@ def write_shards(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None
         raise ServerFault(f"{folder} cannot be written by rank {rank}: {type(why).__name__}: {why}") from e
     except RuntimeError as e:
         # dcp reports its own errors as CheckpointException, so that this one comes from a lost connection.
-        raise RanksLost(f"another rank was lost: {(str(e).splitlines() or [''])[0]}") from e
+        raise RanksLost(f"another rank was lost: {first_line(e)}") from e
 
 
 # ------------------------------------------------------------------------------------------- reading whole tensors

@@ -36,6 +36,7 @@ from guerdon.engine.attention.varlen import varlen
 from guerdon.engine.native.forest import Mask, forest
 from guerdon.engine.native.library import DTYPES, kernels
 from guerdon.engine.packing import PackedBatch, pack
+from guerdon.errors import first_line
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -300,7 +301,7 @@ def check_form(form: AttentionForm, need: Need) -> str | None:
     except torch.OutOfMemoryError:  # it says nothing about the form
         raise
     except Exception as e:  # a missing kernel or a compiler may raise anything
-        return (str(e).splitlines() or [type(e).__name__])[0][:120]
+        return first_line(e)[:120]
     most = TOLERANCE.get(need.dtype, 2e-2)
     return None if difference <= most else f"differs from the reference by {difference:.1e}"
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from guerdon.engine.checkpoint import faults
 from guerdon.engine.checkpoint.digests import digest_files
 from guerdon.engine.checkpoint.tokenizer_files import PIPELINE, TEKKEN, TOKENIZER_FILES
-from guerdon.errors import CheckpointError
+from guerdon.errors import CheckpointError, first_line
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 NOT_WEIGHTS = re.compile(
@@ -373,7 +373,7 @@ def _download(model: str, revision: str | None) -> Path:
             folder = Path(snapshot_download(model, revision=revision, allow_patterns=[*small, "*.bin", "*.pt"]))
     # The hub's client raises its own errors, ValueError for a malformed name and OSError offline.
     except (HfHubHTTPError, OSError, ValueError) as e:
-        reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__).strip()
+        reason = first_line(e)
         raise CheckpointError(
             f"{model} is neither a folder here nor could it be downloaded from the hub: {reason}",
             "check the spelling, the network and HF_TOKEN, or download it and give the folder",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from guerdon.engine.checkpoint.template_check import REMEDY, describe_dependence, find_dependence
-from guerdon.errors import CheckpointError
+from guerdon.errors import CheckpointError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +84,8 @@ def _load(folder: Path) -> tuple[Any, str]:
         raise
     # A broken file makes tokenizers (bare Exception), json, sentencepiece or transformers raise anything.
     except Exception as e:
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise CheckpointError(
-            f"the tokenizer in {folder} cannot be read: {reason}",
+            f"the tokenizer in {folder} cannot be read: {first_line(e)}",
             "copy its files again, or remove them to work with token ids only",
         ) from e
 
@@ -145,7 +144,7 @@ def _rebuilt(folder: Path) -> tuple[Any, str]:
             return tokenizer, ""
         why = f"transformers loads it as {type(tokenizer).__name__}"
     except Exception as e:  # whatever a class finds missing in a file that is another's
-        why = f"transformers cannot rebuild it ({(str(e).splitlines() or [type(e).__name__])[0][:80]})"
+        why = f"transformers cannot rebuild it ({first_line(e)[:80]})"
     return PreTrainedTokenizerFast.from_pretrained(folder), why
 
 

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from guerdon.core import Command, Executor, Score, Scored, Sequence, Signal
-from guerdon.errors import GuerdonError, SampleFailed, ServerFault, Unavailable, describe, is_out_of_memory
+from guerdon.errors import GuerdonError, SampleFailed, ServerFault, Unavailable, describe, first_line, is_out_of_memory
 from guerdon.server.batching.jobs import Batch
 from guerdon.server.logs import failure, without_frames
 from guerdon.server.metrics import Metrics
@@ -80,7 +80,7 @@ class Halving:
         if isinstance(error, Unavailable) or all(job.cancelled for job, _ in batch.entries):
             return failed
         if self._may_blame_path and (scored := self._score_plainly(batch.sequences)) is not None:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             self._group.execute(Command(Signal.LEAVE_PATH, self._model, why=reason))
             return scored
         if len(batch.entries) == 1:
