@@ -258,12 +258,7 @@ def run_score(args: argparse.Namespace) -> int:
         scorer = LocalRewardModel(args.model, **sources.given_flags(args, ModelConfig))
     with scorer:
         summary = score_file(
-            scorer,
-            args.IN,
-            args.out,
-            template=args.template,
-            retry_failed=args.retry_failed,
-            progress=progress,
+            scorer, args.IN, args.out, template=args.template, retry_failed=args.retry_failed, progress=progress
         )
         is_chat = summary.num_rows > summary.num_resumed and {"tokens", "messages"} <= scorer.info().inputs.keys()
     sys.stderr.write(f"{summary}\n" + (f"\n{summary.pairs}\n" if len(summary.pairs) else ""))

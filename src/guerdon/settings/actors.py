@@ -23,10 +23,7 @@ class PolicyConfig(LearningConfig, LanguageModelConfig):
 
     learning_rate: float = setting(9e-7, "Learning rate of AdamW after the warm-up.", least=0)
     total_steps: int | None = setting(
-        None,
-        "Optimiser steps after which linear and cosine reach 0. auto: from the run's steps.",
-        auto=True,
-        least=1,
+        None, "Optimiser steps after which linear and cosine reach 0. auto: from the run's steps.", auto=True, least=1
     )
     offload_optimizer: bool = setting(False, "Move the optimiser state off the device while responses are generated.")
 
@@ -40,10 +37,7 @@ class DataConfig:
     field: str = setting("prompt", "Field with the prompt: text, or a list of chat messages.")
     template: bool = setting(False, "Apply the chat template to text prompts, as a user's message.")
     max_prompt_length: int | None = setting(
-        None,
-        "Longest prompt, in tokens. auto: the policy's maximum length minus max_new_tokens.",
-        auto=True,
-        least=1,
+        None, "Longest prompt, in tokens. auto: the policy's maximum length minus max_new_tokens.", auto=True, least=1
     )
     long_prompts: Literal["skip", "error"] = setting("skip", "Skip and report longer prompts, or refuse to start.")
     validation: str | None = setting(
@@ -159,9 +153,7 @@ class PPOConfig(AlgorithmConfig):
     gamma: float = setting(1.0, "Discount per token.", least=0, most=1)
     lam: float = setting(0.95, "Lambda of GAE.", least=0, most=1)
     lam_alpha: float | None = setting(
-        None,
-        "Lambda of the advantages is 1 - 1 / (lam_alpha * l), at least 0, for l tokens; default: lam.",
-        above=0,
+        None, "Lambda of the advantages is 1 - 1 / (lam_alpha * l), at least 0, for l tokens; default: lam.", above=0
     )
     lam_critic: float | None = setting(None, "Lambda of the critic's returns; default: lam.", least=0, most=1)
     whiten_advantages: bool = setting(True, "Scale each step's advantages to mean 0 and variance 1.")
@@ -190,8 +182,7 @@ class RunConfig:
     keep_checkpoints: int = setting(2, "Number of newest checkpoints to keep.", least=1)
     resume: bool = setting(True, "Resume from the newest checkpoint in output_dir.")
     time_limit: str | None = setting(
-        None,
-        'Time from the start after which the run saves and exits: DD:HH:MM:SS, or minutes, in quotes ("210").',
+        None, 'Time from the start after which the run saves and exits: DD:HH:MM:SS, or minutes, in quotes ("210").'
     )
     validate_every: int = setting(10, "Steps between validations; also before the first step and at the end.", least=1)
     num_samples: int = setting(8, "Number of responses in a validation's table of samples.", least=0)
@@ -256,17 +247,13 @@ class RemoteRewardConfig:
 
     reward_model: RewardServer = setting(RewardServer, "The server.")
     pad_to_length: int | None = setting(
-        None,
-        "Pad requests to this length, for servers that batch only equal shapes; unnecessary for guerdon.",
-        least=1,
+        None, "Pad requests to this length, for servers that batch only equal shapes; unnecessary for guerdon.", least=1
     )
     send: Literal["tokens", "text", "messages"] = setting(
-        "tokens",
-        "Form of the samples; token ids are refused if the tokenizers differ.",
+        "tokens", "Form of the samples; token ids are refused if the tokenizers differ."
     )
     suffix: str = setting(
-        "",
-        "With send: text, appended to responses that ended with EOS, in place of the chat template's ending.",
+        "", "With send: text, appended to responses that ended with EOS, in place of the chat template's ending."
     )
     timeout_s: float = setting(3600.0, "Timeout of a request with all retries, in seconds.", above=0)
 

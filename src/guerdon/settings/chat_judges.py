@@ -63,10 +63,7 @@ class ParseConfig:
     preset: Literal["", "genrm", "rm_r1", "brackets"] = setting(
         "", "The form of a project's verdicts on two responses, in place of the others; `parse: genrm` is short for it."
     )
-    regex: str | None = setting(
-        None,
-        "Regular expression whose one group is the whole verdict; the last match counts.",
-    )
+    regex: str | None = setting(None, "Regular expression whose one group is the whole verdict; the last match counts.")
     json: str | None = setting(
         None,
         "Key of the verdict in the last top-level JSON object with it. Without regex and json the verdict is the whole "

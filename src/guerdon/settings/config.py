@@ -44,10 +44,7 @@ class ForwardConfig:
     )
     device: str = setting("auto", "Device: auto, cpu, cuda, cuda:1, ...")
     max_batch_tokens: int | None = setting(
-        None,
-        "Maximum number of tokens in one forward pass, shared prefixes counted once.",
-        auto=True,
-        least=1,
+        None, "Maximum number of tokens in one forward pass, shared prefixes counted once.", auto=True, least=1
     )
     max_length: int | None = setting(
         None, "Longest accepted sequence, in tokens. auto: the model's maximum.", auto=True, least=1
@@ -330,10 +327,7 @@ class JudgeConfig(QueueConfig, LanguageModelConfig):
         "Value of a criterion: the mean of the labels' values by their probabilities, or the likeliest label's.",
     )
     max_other_mass: float = setting(
-        0.5,
-        "Largest probability mass outside the labels; above it, the sample fails.",
-        least=0,
-        most=1,
+        0.5, "Largest probability mass outside the labels; above it, the sample fails.", least=0, most=1
     )
 
     def contradictions(self) -> Contradictions:
@@ -379,8 +373,7 @@ class CriticConfig(LearningConfig, EngineConfig):
     )
     keep_checkpoints: int = setting(2, "Number of newest checkpoints to keep.", least=1)
     keep_best: str | None = setting(
-        None,
-        "Also keep the best checkpoint by this metric: explained_variance, loss, or a metric of a client's save.",
+        None, "Also keep the best checkpoint by this metric: explained_variance, loss, or a metric of a client's save."
     )
     keep_best_mode: Literal["auto", "max", "min"] = setting(
         "auto", "Best is the largest or smallest. auto: min for loss, max for others."
@@ -441,8 +434,7 @@ class ComponentConfig:
     model: str = setting("", "Name of a served model or function.")
     weight: float = setting(1.0, "Weight in the sum. 0: only reported beside the sum.")
     normalize: Literal["none", "given", "running"] = setting(
-        "none",
-        "given: subtract `mean` and divide by `std`. running: by its rewards in this sum since the start.",
+        "none", "given: subtract `mean` and divide by `std`. running: by its rewards in this sum since the start."
     )
     mean: float | None = setting(None, "Subtracted from every reward if normalize is given; default: 0.")
     std: float | None = setting(
@@ -496,15 +488,9 @@ class LimitsConfig:
         60.0, "Timeout between two parts of a body, and of a whole gRPC message, in seconds.", least=0.1
     )
     write_timeout_s: float = setting(60.0, "Timeout of reading the next part of a response, in seconds.", least=0.1)
-    idle_timeout_s: float = setting(
-        3600.0,
-        "Timeout of an idle connection, in seconds.",
-        least=0.1,
-    )
+    idle_timeout_s: float = setting(3600.0, "Timeout of an idle connection, in seconds.", least=0.1)
     request_timeout_s: float = setting(
-        600.0,
-        "Default timeout of a request, in seconds; none for a critic's requests.",
-        above=0,
+        600.0, "Default timeout of a request, in seconds; none for a critic's requests.", above=0
     )
     group_size: int = setting(
         0, "Responses that /verify waits for, if the judge compares them and the call has no group_size; 0: none.",
@@ -536,10 +522,7 @@ class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig, DashboardConfig):
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(5555, "HTTP port. 0: any free port.", least=0, most=65_535)
     grpc_port: int | None = setting(
-        5557,
-        "gRPC port. 0: any free port; default: the HTTP port + 2; --no-grpc turns gRPC off.",
-        least=0,
-        most=65_535,
+        5557, "gRPC port. 0: any free port; default: the HTTP port + 2; --no-grpc turns gRPC off.", least=0, most=65_535
     )
     model_repository: str | None = setting(None, "Folder of checkpoints that admins may load while the server runs.")
     weight_transfer: str | None = setting(
