@@ -47,6 +47,7 @@ def test_tokens_are_sent_as_they_are_with_the_prompts_length() -> None:
         assert service.requests[-1].prompt_lengths.tolist() == [3]
 
 
+@pytest.mark.slow
 @tried_again
 def test_pool_of_processes_keeps_its_connections_and_gets_its_errors_back() -> None:
     with EchoProcess(slow_s=120) as server, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:

@@ -85,7 +85,6 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, dict[st
 
 SILENT = (
     "",
-    "neighbours leak",
     "answers mixed up",
     "cut at the left",
 )

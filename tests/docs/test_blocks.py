@@ -206,6 +206,7 @@ def test_the_page_about_child_processes_does_what_it_says(reader: Reader) -> Non
         assert scores.raise_for_failed().rewards.tolist() == [1.0] * len(asked)
 
 
+@pytest.mark.slow
 def test_the_guide_to_scoring_does_what_it_says(reader: Reader) -> None:
     held_out = (ROOT / "examples/demo" / parts.HELD_OUT).read_text().splitlines()
     rows = [json.loads(line) for line in held_out]

@@ -84,6 +84,7 @@ def test_a_server_waits_with_no_threads_but_its_own_and_they_spin_briefly(tmp_pa
     assert "GOMP_SPINCOUNT = '1000'" in output
 
 
+@pytest.mark.slow
 @needs_linux
 @pytest.mark.parametrize(
     ("code", "variables", "want"),

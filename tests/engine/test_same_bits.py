@@ -253,7 +253,7 @@ RUBRICS = {
     ("rubric", "name", "dtype"),
     [
         ("alone", "llama", "float32"),
-        ("round_robin, bradley_terry", "llama", "float32"),
+        slow("round_robin, bradley_terry", "llama", "float32"),
         *(slow(rubric, name, "float32") for rubric in RUBRICS for name in ("gpt2", "mixtral")),
         *(slow(rubric, "llama", "bfloat16") for rubric in RUBRICS),
     ],
