@@ -353,13 +353,15 @@ async def both(url: str) -> None:
             while True:
                 text = (await client.get("/metrics", headers={"Authorization": f"Bearer {KEYS['small']}"})).text
                 (waiting,) = re.findall(r'^guerdon_queue_sequences\{model="reward_model"\} (.*)$', text, re.MULTILINE)
-                if float(waiting) + sum(map(len, batches)) + 4 * sum(task.done() for task in flood) == num_rows:
+                num_done = sum(task.done() for task in [*flood, *mine])
+                if float(waiting) + sum(map(len, batches)) + 4 * num_done == num_rows:
                     return
 
+        mine: list[asyncio.Task[httpx.Response]] = []
         flood = [asyncio.create_task(ask(KEYS["flood"], ROW)) for _ in range(60)]
         await until_queued(4 * 60)
         refused = [(await task) for task in flood if task.done()]
-        mine = [asyncio.create_task(ask(KEYS["small"], [1, *ROW])) for _ in range(3)]
+        mine += [asyncio.create_task(ask(KEYS["small"], [1, *ROW])) for _ in range(3)]
         await until_queued(4 * 63)
         scorers.hold.set()
         told = await asyncio.gather(*flood)
