@@ -21,7 +21,7 @@ SRC = ROOT / "src/guerdon"
 MOST = {
     "lines of src": 63_210,
     "files of src": 320,
-    "lines of tests": 83_479,
+    "lines of tests": 83_481,
     "modules with one importer": 71,
     "private functions that one place calls": 589,
     "imports, % of the lines": 6.7,
