@@ -82,8 +82,7 @@ class CriticTrainer(TrainableWeights):
         if config.lora is not None:
             part += f": adapters on {lora.adapted_share(loaded.trunk):.1%} of the layers' weights, and the head"
         log.info("%s: %s", config.name, part)
-        # Besides the training data these decide the weights.
-        facts = {name: getattr(config, name) for name in (*LEARNING, "loss_clip_val")} | self._must_match()
+        facts = _settings_in_version(config) | self._must_match()
         for name in FREEZING:  # without them versions stay as before these settings existed
             if facts[name] is None:
                 del facts[name]
@@ -438,6 +437,11 @@ _MISMATCHES = {
     "std": "belongs to a critic with another standardisation, std",
 }
 """Starts of the errors for checkpoints whose facts differ."""
+
+
+def _settings_in_version(config: CriticConfig) -> dict[str, Any]:
+    """Returns the settings that, besides the training data, decide the weights."""
+    return {name: getattr(config, name) for name in (*LEARNING, "loss_clip_val")}
 
 
 def _digest(before: str, *arrays: np.ndarray) -> str:
