@@ -48,6 +48,21 @@ print(with_pool, len(os.listdir("/proc/self/task")) - (threading.active_count() 
 """
 
 
+GAPS = """
+import ctypes, sys
+from guerdon.assembly import build_service
+from guerdon.settings.config import ModelConfig, ServerConfig
+
+class Heap(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c mapped d e used free f".split()]
+
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = Heap
+service = build_service(ServerConfig(models=[ModelConfig(model=sys.argv[1])]))
+heap = mallinfo2()
+print(heap.mapped, heap.free, *(proof for proof in service.infos()[0].proofs if "bits" in proof))
+"""
+
 COMMAND = "from guerdon.cli import main; main(['completion', 'bash'])"
 LIBGOMP = """
 import ctypes, importlib.util, pathlib

@@ -349,7 +349,8 @@ def test_plain_transformers_reads_the_policy_and_its_tokenizer(name: str, tmp_pa
     got, found = AutoModelForCausalLM.from_pretrained(kept, output_loading_info=True)
     assert not any(found[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert same(dict(got.named_parameters()), weights(trainer))
-    assert AutoTokenizer.from_pretrained(kept).get_vocab() == trainer.tokenizer.get_vocab()
+    # What transformers makes of the files: its own class for qwen2 adds a token to any vocabulary.
+    assert AutoTokenizer.from_pretrained(kept).get_vocab() == AutoTokenizer.from_pretrained(folder).get_vocab()
     again = build(kept, keeps_reference=False)
     got, want = (one.logprobs(*few).logprobs for one in (again, trainer))
     assert torch.equal(got, want) and again.step_count == 0

@@ -16,6 +16,7 @@ from guerdon.core import SAME_BITS, ModelInfo
 from guerdon.distributed.ranks import Ranks
 from guerdon.engine import onednn
 from guerdon.engine.fsdp import Fsdp
+from guerdon.engine.host import mapping_blocks
 from guerdon.engine.layers import free_weights
 from guerdon.engine.microbatches import LengthClasses
 from guerdon.errors import GuerdonError, RanksLost, StorageFailed, describe, is_out_of_memory
@@ -114,8 +115,9 @@ class Resting:
                 _put(tensor, own)
             self._file.close()
             self._file, self._shapes = None, []
-            for layer in self._reordered:
-                layer.weight = nn.Parameter(onednn.reordered(layer.weight.detach()), requires_grad=False)
+            with mapping_blocks():
+                for layer in self._reordered:
+                    layer.weight = nn.Parameter(onednn.reordered(layer.weight.detach()), requires_grad=False)
 
     def _tensors(self) -> dict[Tensor, None]:
         modules = [module for part in self.parts() for module in part.modules()]

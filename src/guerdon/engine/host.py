@@ -16,6 +16,7 @@ Importing this does not import torch: `limit_spinning` only works before that.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -24,6 +25,8 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
@@ -32,6 +35,8 @@ _NEVER = -1
 """Value of M_TRIM_THRESHOLD that disables trimming the top of the heap."""
 _MMAP_THRESHOLDS = (1 << 30, 1 << 25)
 """Bytes from which malloc maps a block; older versions of glibc accept 32 MiB at most."""
+_WEIGHT = 1 << 18
+"""Bytes from which a block is mapped while `mapping_blocks`."""
 _TUNABLES = {
     "thresholds": ("trim_threshold", "mmap_threshold", "mmap_max", "top_pad"),
     "arenas": ("arena_max", "arena_test"),
@@ -61,10 +66,31 @@ def _keep_freed() -> None:
     mallopt = ctypes.CDLL(None).mallopt
     if not _is_in_environment("thresholds"):
         mallopt(_TRIM_THRESHOLD, _NEVER)
-        any(mallopt(_MMAP_THRESHOLD, size) for size in _MMAP_THRESHOLDS)
+        _map_few_blocks()
     if not _is_in_environment("arenas"):
         # Heaps of other arenas have 64 MiB: larger blocks would be mapped and unmapped each time.
         mallopt(_ARENA_MAX, 1)
+
+
+def _map_few_blocks() -> None:
+    any(ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, size) for size in _MMAP_THRESHOLDS)
+
+
+@contextlib.contextmanager
+def mapping_blocks() -> Iterator[None]:
+    """Makes malloc map each larger block apart, a no-op where `keep_freed` is.
+
+    For weights that take the place of others: in the heap they would leave gaps that fit no batch, and batches would
+    make it grow by as much.
+    """
+    if _keep_freed.cache_info().currsize == 0 or platform.libc_ver()[0] != "glibc" or _is_in_environment("thresholds"):
+        yield
+        return
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _WEIGHT)
+    try:
+        yield
+    finally:
+        _map_few_blocks()
 
 
 def _is_in_environment(what: str) -> bool:

@@ -28,6 +28,7 @@ from guerdon.engine.checkpoint.weights import LoadedTrunk
 from guerdon.engine.continuing import LEAST_SAVED
 from guerdon.engine.fallback import OTHER_BITS
 from guerdon.engine.forward import Forward, HiddenStates
+from guerdon.engine.host import mapping_blocks
 from guerdon.engine.independence import is_equal, row_states
 from guerdon.engine.microbatches import MicroBatch
 from guerdon.errors import CheckpointError, SampleFailed, TooLarge, first_line
@@ -391,9 +392,10 @@ def prepack(forward: Forward, rows: list[np.ndarray], before: list[Tensor] | Non
     if before is None:
         before = row_states(forward, forward.path, rows)
     try:
-        for layer in layers:
-            layer.weight = nn.Parameter(onednn.reordered(layer.weight.detach()), requires_grad=False)
-            memory.trim()  # the gaps do not fit the next one
+        with mapping_blocks():
+            for layer in layers:
+                layer.weight = nn.Parameter(onednn.reordered(layer.weight.detach()), requires_grad=False)
+                memory.trim()  # what the plain one had
         after = row_states(forward, forward.path, rows)
         forward.use("single")
         row_states(forward, "single", rows[-1:])

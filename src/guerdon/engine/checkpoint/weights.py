@@ -27,6 +27,7 @@ from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.checkpoint.stored import Origin, StoredCheckpoint, StoredTensor
 from guerdon.engine.fsdp import NOT_SHARDED, Fsdp
 from guerdon.engine.heads import Pooling
+from guerdon.engine.host import mapping_blocks
 from guerdon.engine.layers import layer_lists
 from guerdon.errors import CheckpointError, ConfigError
 from guerdon.settings.config import ForwardConfig
@@ -99,7 +100,7 @@ def build_model(
     how: dict[str, Any] = {}
     if ranks.is_sharded:
         model_class, how = sharded_class(model_class, config, ranks)
-    with _quiet():
+    with _quiet(), mapping_blocks():
         model, found = _exclusively_built(model_class).from_pretrained(
             None,
             config=config,
