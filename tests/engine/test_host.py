@@ -144,7 +144,7 @@ def test_weights_in_onednns_order_leave_no_gaps_in_the_heap(tmp_path: Path) -> N
     folder = zoo.checkpoint("llama", tmp_path, **sizes, num_key_value_heads=4, head_dim=64)
     num_bytes = 4 * num_layers * (4 * hidden**2 + 3 * hidden * inner)
     mapped, free = map(int, run(GAPS, str(folder)).split()[:2])
-    assert mapped > num_bytes and free < num_bytes / 4
+    assert mapped > 0.9 * num_bytes and free < num_bytes / 4  # some find room in the heap
 
 
 @needs_glibc
