@@ -19,12 +19,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 63_214,
+    "lines of src": 63_245,
     "files of src": 320,
-    "lines of tests": 83_481,
+    "lines of tests": 83_514,
     "modules with one importer": 71,
-    "private functions that one place calls": 590,
-    "imports, % of the lines": 6.7,
+    "private functions that one place calls": 589,
+    "imports, % of the lines": 6.8,
     "public classes with two homes": 0,
     "places outside of kinds/ that ask for the kind": 10,
 }
