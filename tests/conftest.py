@@ -32,13 +32,14 @@ for _number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(_number, lambda *_: None)
 
 LONGEST = [
-    "training/test_training_ranks.py", "actor/test_training_run.py", "test_examples.py", "browser/test_page_content.py",
-    "test_ranks_served.py", "test_actor_killed.py", "engine/test_engine_ranks.py", "browser/test_page_states.py",
-    "engine/test_host.py", "test_critic_killed.py", "server/front/test_flood.py", "docs/test_blocks.py",
-    "actor/test_actor_ranks.py", "client/test_failures.py", "engine/test_caught_calls.py", "distributed/test_pulse.py",
-    "docs/test_trainer_blocks.py", "server/critic/test_critic_stopped.py", "actor/test_reinforce.py",
+    "test_critic_killed.py", "server/test_hot_swap.py", "test_judge_served.py", "training/test_policy_exact.py",
+    "cli/test_check.py", "docs/test_blocks.py", "actor/test_training_run.py", "docs/test_guide_blocks.py",
+    "test_critic_over_http.py", "training/test_policy_trainer.py", "browser/test_page_content.py",
+    "test_live_weights.py", "engine/test_engine.py", "engine/test_same_bits.py", "engine/test_forest.py",
+    "actor/test_generation.py", "training/test_checkpoint.py", "training/test_exact.py", "training/test_lora.py",
+    "test_pairs_served.py", "docs/test_trainer_blocks.py",
 ]  # fmt: skip
-"""Files with few, long tests: they run first, lest one of them runs on alone when all others are done."""
+"""The longest files: they run first, lest one of them runs on alone when all others are done."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
