@@ -382,7 +382,7 @@ def is_path(source: str) -> bool:
     return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith(_ENDINGS)
 
 
-_ENDINGS = (".json", ".jsonl", ".gz", ".parquet")
+_ENDINGS = (".json", ".jsonl", ".gz", ".zst", ".parquet", ".arrow", ".csv", ".tsv", ".txt")
 
 
 def _find_keys(name: str, *urls: str | None) -> Contradictions:
