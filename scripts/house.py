@@ -21,7 +21,7 @@ SRC = ROOT / "src/guerdon"
 MOST = {
     "lines of src": 63_245,
     "files of src": 320,
-    "lines of tests": 83_514,
+    "lines of tests": 83_516,
     "modules with one importer": 71,
     "private functions that one place calls": 589,
     "imports, % of the lines": 6.8,
