@@ -21,7 +21,7 @@ from guerdon.server.auth import Access
 from guerdon.server.batching.jobs import Job, Limits
 from guerdon.server.batching.loops import Loops, deliver
 from guerdon.server.batching.scheduler import Scheduler
-from guerdon.server.catalog import Catalog, batch_limits
+from guerdon.server.catalog import Catalog, Entry, batch_limits
 from guerdon.server.cohorts import Cohorts
 from guerdon.server.critic.controller import Critic, OperationResult, UnreadRequest
 from guerdon.server.metrics import Metrics
@@ -32,6 +32,8 @@ from guerdon.vocabulary import Decodes
 
 _BYTES_A_TOKEN = 8
 """Size of an id in binary form; text and JSON take about as much per token."""
+
+Hold = Callable[[list[Sequence], ModelInfo], None]
 
 
 class Service:
@@ -104,7 +106,7 @@ class Service:
         request: ScoreRequest,
         client: str = "",
         *,
-        hold: Callable[[list[Sequence], ModelInfo], None] = lambda sequences, info: None,
+        hold: Hold = lambda sequences, info: None,
         started: float | None = None,
     ) -> ScoreReply:
         """Returns one result per sample, in order, or its error; cancelling the call drops what has not started.
@@ -114,41 +116,49 @@ class Service:
         """
         self._check_size(name, request, client)
         started = time.monotonic() if started is None else started
-        if self.cohorts.size(request) > 1 and (info := self.catalog.scored_by(name)).compares:
+        if request.cohort and self.cohorts.size(request) > 1 and (info := self.catalog.scored_by(name)).compares:
             return await self.cohorts.score(info, request, client)
+        ask = functools.partial(self.score, request=request, client=client, hold=hold, started=started)
         if (made := self.catalog.sums.get(name)) is not None:
-            parts = functools.partial(self.score, request=request, client=client, hold=hold, started=started)
-            await self._note(made.info, request, reply := await made.ask(request, parts), client)
+            await self._note(made.info, request, reply := await made.ask(request, ask), client)
             self.metrics.components(name, made.statistics())
             return reply
-        entry, critic = self.catalog.entry(name), self._critic_of(name)
-        allowed_s = request.timeout_s or (self.timeout_s if critic is None else None)  # a train request takes its time
+        entry, is_critics = self.catalog.entry(name), name == self.catalog.critic_name
+        allowed_s = request.timeout_s or (None if is_critics else self.timeout_s)  # a train request takes its time
         try:
             async with asyncio.timeout(allowed_s):
-                if routes.names_teachers(request):
-                    parts = functools.partial(self.score, client=client, hold=hold, started=started)
-                    return await routes.ask_teachers(request, name, self.catalog.awake, parts)
-                while True:
-                    await entry.awake()
-                    asked = await self.reader.read(entry, request, client)
-                    hold(accepted := asked.accepted(), asked.served.info)
-                    job = Job(accepted, request.priority, started, client, started + (allowed_s or math.inf))
-                    if len(accepted) > reading.MANY_ROWS:
-                        await self.reader.run(client, functools.partial(self.loops.price, name, job))
-                    if critic is not None:
-                        await critic.wait_for_turn()
-                    await entry.awake()
-                    if entry.served is asked.served:  # else another model's tokenizer may read it otherwise
-                        break
-                if accepted:
-                    job.owner, job.traced = asyncio.get_running_loop().create_future(), tracing.part(name)
+                if request.asks and routes.names_teachers(request):
+                    return await routes.ask_teachers(request, name, self.catalog.awake, ask)
+                asked, job = await self._read(entry, request, client, hold, started, started + (allowed_s or math.inf))
+                if job.sequences:
                     self.loops.of[name].submit(name, job)
                     await self._computed(job, name)
         except TimeoutError:
             raise DeadlineExceeded(f"not scored within the {allowed_s:g} s that it was allowed") from None
-        reply = await self._finish(asked, job, client)
-        await self._note(entry.info, request, reply, client)
-        return reply
+        return await self._answer(entry, request, asked, job)
+
+    async def _read(
+        self, entry: Entry, request: ScoreRequest, client: str, hold: Hold, started: float, ends: float
+    ) -> tuple[Asks, Job]:
+        """Reads the samples for the model that serves when this returns, a critic's in its turn."""
+        name = entry.info.name
+        critic = self.critic if name == self.catalog.critic_name else None
+        if critic is not None and (fault := critic.fault) is not None:
+            raise fault
+        while True:
+            await entry.awake()
+            asked = await self.reader.read(entry, request, client)
+            hold(accepted := asked.accepted(), asked.served.info)
+            job = Job(accepted, request.priority, started, client, ends)
+            if len(accepted) > reading.MANY_ROWS:
+                await self.reader.run(client, functools.partial(self.loops.price, name, job))
+            if critic is not None:
+                await critic.wait_for_turn()
+            await entry.awake()
+            if entry.served is asked.served:  # else another model's tokenizer may read it otherwise
+                job.owner = asyncio.get_running_loop().create_future()
+                job.traced = None if self.traces is None else tracing.part(name)
+                return asked, job
 
     async def _computed(self, job: Job, name: str) -> None:
         """Waits for a job that is queued; drops it if cancelled."""
@@ -163,7 +173,8 @@ class Service:
             if job.traced is not None:
                 job.traced.end(job.taken, len(job.sequences), job.num_tokens)
 
-    async def _finish(self, asked: Asks, job: Job, client: str) -> ScoreReply:
+    async def _answer(self, entry: Entry, request: ScoreRequest, asked: Asks, job: Job) -> ScoreReply:
+        """Makes the reply of what was computed, and counts the request."""
         kind = all_kinds.of(info := asked.served.info)
 
         def work() -> ScoreReply:
@@ -171,10 +182,11 @@ class Service:
             version = job.weights_version or info.weights_version
             return kind.finish(asked, asked.reply(job.results, version, queue_s, job.compute_s), self.metrics)
 
-        reply = await self.reader.run_if(len(asked.sequences) > reading.MANY_ROWS, client, work)
+        reply = await self.reader.run_if(len(asked.sequences) > reading.MANY_ROWS, job.client, work)
         decoder = kind.tokenizer(asked.served)
         reply.text = decoder if isinstance(decoder, Decodes) else None
         self.metrics.add("guerdon_received_tokens", job.num_tokens, info.name)
+        await self._note(entry.info, request, reply, job.client)
         return reply
 
     def _check_size(self, name: str, request: ScoreRequest, client: str) -> None:
@@ -187,14 +199,6 @@ class Service:
             )
         if request.tokens is None and name in self.loops.of:  # texts for which there is no room are not tokenised
             self.loops.of[name].check_room(name, num_samples, client=client)
-
-    def _critic_of(self, name: str) -> Critic | None:
-        """Returns the critic that gives values under this name, if any; raises ServerFault if it is broken."""
-        if self.critic is None or self.critic.scorer_name != name:
-            return None
-        if (fault := self.critic.fault) is not None:
-            raise fault
-        return self.critic
 
     async def _note(self, info: ModelInfo, request: ScoreRequest, reply: ScoreReply, client: str) -> None:
         """Counts an answered request."""

@@ -86,13 +86,6 @@ def part(model: str = "") -> Part | None:
     return None if traced is None else Part(traced, model)
 
 
-def batch(
-    traces: Traces | None, model: str, parts: Mapping[Part, int], num_sequences: int, num_tokens: int
-) -> contextlib.AbstractContextManager[TracedBatch | None]:
-    """Makes the span of a batch for the block, if one of its requests is traced: `parts` is empty otherwise."""
-    return _UNTRACED if traces is None or not parts else traces.batch(model, parts, num_sequences, num_tokens)
-
-
 class Traces:
     """Makes and sends a server's spans; thread-safe.
 

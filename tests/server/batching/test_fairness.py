@@ -163,7 +163,7 @@ def test_every_sequence_is_taken_once_or_dropped(
     assert set(seen.values()) <= {1}
     assert all((made, i) in seen for made in jobs if not made.cancelled for i in range(len(made.sequences)))
     assert s.num_sequences == s.room.tokens.taken == s.room.sequences.taken == 0
-    assert not s._prefixes and all(not s.room.tokens.held(c) for c in "abc")
+    assert not s._prefixes._groups and all(not s.room.tokens.held(c) for c in "abc")
 
 
 @settings(max_examples=150)

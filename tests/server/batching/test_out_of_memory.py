@@ -193,12 +193,12 @@ def test_an_error_keeps_no_tensors_once_it_is_answered(error: Exception, answere
     assert error.__traceback__ is None
 
 
-@pytest.mark.parametrize("where", ["batch", "observe"])
+@pytest.mark.parametrize("where", ["batch", "end"])
 def test_memory_that_ends_beside_a_forward_fails_that_batch_and_the_loop_goes_on(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Running(SmallWorker(1000), max_batch_tokens=200) as running:
-        owner: Any = running.metrics if where == "batch" else running.scheduler
+        owner: Any = running.metrics if where == "batch" else running.scheduler.room.pace
         right, calls = getattr(owner, where), []
 
         def short(*args: Any) -> None:
@@ -345,16 +345,16 @@ def test_what_says_that_a_device_is_dead(error: Exception, is_dead: bool) -> Non
 
 _SERVED = """\
 from guerdon.settings.config import ServerConfig
-from guerdon.server.batching.scheduler import Scheduler
+from guerdon.server.batching.room import Pace
 from guerdon.server.runtime import run
 from server.echo_service import EchoService
-Scheduler.observe = None
+Pace.end = None
 run(EchoService(), ServerConfig(port=0, grpc_port=0), on_started=lambda http, _: print(http, flush=True))
 """
 
 
 async def test_what_is_asked_afterwards_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "observe", None)
+    monkeypatch.setattr("guerdon.server.batching.room.Pace.end", None)
     service = EchoService()
     service.start()
     reply = await service.score("reward_model", ScoreRequest(tokens=[np.array([5])]))

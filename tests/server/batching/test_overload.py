@@ -61,7 +61,7 @@ def simulate(
             arrives += luck.expovariate(load / mean_s)
         now = ends
         if batch is not None:
-            s.observe(took)
+            s.room.pace.end(took)
             counts["computed"] += sum(x.num_tokens for x in batch.sequences)
             for job, count in batch.jobs().items():
                 job.unanswered -= count
@@ -126,7 +126,7 @@ def full_batch(s: Scheduler, seconds: float) -> None:
     s.add(make_job(900_000, 20, 0.0, 1e9))
     batch = s.take(0.0)
     assert batch is not None and not s.num_sequences
-    s.observe(seconds)
+    s.room.pace.end(seconds)
 
 
 def test_what_cannot_be_done_in_time_is_refused_but_never_what_is_alone() -> None:
@@ -164,7 +164,7 @@ def test_a_pace_that_was_measured_wrong_is_measured_again() -> None:
             except Overloaded:
                 continue
         while (batch := s.take(float(i))) is not None:
-            s.observe(batch.num_tokens / RATE)
+            s.room.pace.end(batch.num_tokens / RATE)
             served += len(batch.entries)
         s.take_late()
     assert served > 64 * 40 * 2
@@ -181,7 +181,7 @@ def test_small_batches_mend_a_pace_that_was_measured_too_low() -> None:
             except Overloaded:
                 refused += 1
         while (batch := s.take(float(i))) is not None:
-            s.observe(batch.num_tokens / RATE)
+            s.room.pace.end(batch.num_tokens / RATE)
     assert 0 < refused < 10
 
 

@@ -53,7 +53,7 @@ def test_other_limits_while_sequences_wait_lose_none(shares: bool) -> None:
     s.cancel(second)
     s.add(job(40))
     assert taken(s.take(0.0)) == [40]
-    assert s.num_sequences == s.room.sequences.taken == 0 and not s._prefixes
+    assert s.num_sequences == s.room.sequences.taken == 0 and not s._prefixes._groups
 
 
 def test_a_sequence_longer_than_the_budget_goes_alone() -> None:
@@ -173,7 +173,7 @@ def test_a_full_queue_refuses_with_the_time_to_wait() -> None:
     s = scheduler(max_queue_tokens=200)
     s.add(job(10))
     s.take(0.0)
-    s.observe(seconds=1.0)
+    s.room.pace.end(1.0)
     s.add(job(150))
     with pytest.raises(Overloaded) as refused:
         s.add(job(60))

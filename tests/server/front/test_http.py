@@ -392,9 +392,9 @@ def read(gate: Gate, body: bytes, encoding: bytes, max_mb: int = 64) -> bytes:
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def reading() -> bytes:
-        headers = [(b"content-encoding", encoding), (b"content-length", b"%d" % len(body))]
+        head = {"path": "/", "headers": [(b"content-encoding", encoding), (b"content-length", b"%d" % len(body))]}
         with Place(gate) as place:
-            found = await HttpRequest({"headers": headers}, receive).read_body(place, ServerConfig(max_body_mb=max_mb))
+            found = await HttpRequest(head, receive).read_body(place, ServerConfig(max_body_mb=max_mb))
             assert gate.bytes.taken >= len(found)
         return found
 

@@ -34,29 +34,6 @@ class _Line:
     served: int = 0
     nearest: list[Job] = field(default_factory=list)
 
-    def next_job(self) -> Job | None:
-        while self.jobs and not self.jobs[0][2].waiting:
-            heapq.heappop(self.jobs)
-        while self.nearest and not self.nearest[-1].waiting:
-            self.nearest.pop()
-        if self.nearest:
-            return self.nearest[-1]
-        return self.jobs[0][2] if self.jobs else None
-
-    def pass_on(self, *, has_time: bool) -> None:
-        """Passes the turn to the others if the first job `has_time`, and then back."""
-        if self.nearest:
-            self.nearest = []
-        elif not has_time:
-            return
-        else:
-            waiting = [entry for entry in self.jobs if entry[2].waiting]
-            first = min(waiting, default=None)
-            equals = [entry for entry in waiting if first is not None and entry[0] == first[0]]
-            equals.sort(key=lambda entry: (entry[2].cost_left, entry[1]), reverse=True)
-            self.nearest = [job for *_, job in equals]
-        self.serving, self.served = None, 0
-
 
 class FairQueue:
     """The waiting jobs of one model, by client."""
@@ -82,11 +59,15 @@ class FairQueue:
         """Returns the next job of the client that was charged least; if equal, the one that arrived first."""
         best: tuple[_Line, Job] | None = None
         for client, line in list(self._lines.items()):
-            if (job := line.next_job()) is None:
+            while line.jobs and not line.jobs[0][2].waiting:
+                heapq.heappop(line.jobs)
+            while line.nearest and not line.nearest[-1].waiting:
+                line.nearest.pop()
+            if not line.jobs:
                 self._left_at[client] = line.at
                 del self._lines[client]
             elif best is None or (line.at, line.jobs[0][1]) < (best[0].at, best[0].jobs[0][1]):
-                best = line, job
+                best = line, line.nearest[-1] if line.nearest else line.jobs[0][2]
         if best is None:
             return None
         self._at = best[0].at
@@ -106,7 +87,18 @@ class FairQueue:
 
     def pass_on(self, job: Job, *, has_time: bool) -> None:
         """Passes the turn from the head to the client's other jobs if the head `has_time`, and then back."""
-        self._lines[job.client].pass_on(has_time=has_time)
+        line = self._lines[job.client]
+        if line.nearest:
+            line.nearest = []
+        elif not has_time:
+            return
+        else:
+            waiting = [entry for entry in line.jobs if entry[2].waiting]
+            first = min(waiting, default=None)
+            equals = [entry for entry in waiting if first is not None and entry[0] == first[0]]
+            equals.sort(key=lambda entry: (entry[2].cost_left, entry[1]), reverse=True)
+            line.nearest = [job for *_, job in equals]
+        line.serving, line.served = None, 0
 
     def drop(self, job: Job) -> None:
         """Notes that nothing of the job waits any more."""

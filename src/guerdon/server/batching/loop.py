@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -133,8 +134,7 @@ class Loop:
     def depth(self) -> dict[str, tuple[int, int]]:
         """Returns the waiting sequences and tokens by model, orders included."""
         with self._wake:
-            rooms = {name: scheduler.room for name, scheduler in self._schedulers.items()}
-            return {name: (room.sequences.taken, room.tokens.taken) for name, room in rooms.items()}
+            return {name: (s.room.sequences.taken, s.room.tokens.taken) for name, s in self._schedulers.items()}
 
     def requests(self) -> dict[str, tuple[int, int]]:
         """Returns the numbers of running (at least in part) and waiting requests and orders, by model."""
@@ -277,7 +277,8 @@ class Loop:
         halving: Halving | None = None
         counts = batch.jobs() if self._traces is not None else {}
         parts = {job.traced: count for job, count in counts.items() if job.traced is not None}
-        with tracing.batch(self._traces, model, parts, len(batch.entries), batch.num_tokens) as traced:
+        traces, size = self._traces if parts else None, (len(batch.entries), batch.num_tokens)
+        with contextlib.nullcontext() if traces is None else traces.batch(model, parts, *size) as traced:
             try:
                 command = Command(Signal.FORWARD, model, batch.sequences)
                 scored = check_count(self._group.execute(command), len(batch.entries))
@@ -290,13 +291,13 @@ class Loop:
             if traced is not None:
                 num_out_of_memory = 0 if halving is None else halving.num_out_of_memory
                 traced.tell(weights_version=scored.weights_version, out_of_memory=num_out_of_memory)
-        seconds = time.monotonic() - started
+        seconds, scheduler = time.monotonic() - started, self._schedulers[model]
+        self._metrics.batch(model, *size, seconds)
+        budget = self._budgets.learn(model, batch.num_tokens, halving)
         with self._wake:
-            self._schedulers[model].observe(seconds)
-        self._metrics.batch(model, len(batch.entries), batch.num_tokens, seconds)
-        if (budget := self._budgets.learn(model, batch.num_tokens, halving)) is not None:
-            with self._wake:
-                self._schedulers[model].resize(budget)
+            scheduler.room.pace.end(seconds)
+            if budget is not None:
+                scheduler.resize(budget)
         self._resolve(batch, scored, seconds)
         self._recheck.after(model, batch, scored, self._group)
 
@@ -311,13 +312,11 @@ class Loop:
                 job.unanswered -= count
                 if not job.unanswered and not job.cancelled:
                     finished.append(job)
-        if finished:
-            self._deliver(finished)
+        self._deliver(finished)
 
     def _fail_batch(self, model: str, batch: Batch, error: MemoryError) -> None:
         failure(log, logging.ERROR, "%s: out of memory outside of a forward", model, error=error)
-        jobs = list(batch.jobs())
         with self._wake:
-            for job in jobs:
+            for job in batch.jobs():
                 self._schedulers[model].cancel(job)
-        self._fail(ServerFault("the server's memory ran out; send fewer samples at once"), jobs, [])
+        self._fail(ServerFault("the server's memory ran out; send fewer samples at once"), [*batch.jobs()], [])

@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Hashable
 from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
 from typing import Any
 
 from guerdon.core import MIN_SHARED, WHOLE_GROUP, Sequence, common_prefix
@@ -20,15 +21,16 @@ class PrefixGroups:
         self._is_on = is_on
         self._groups: dict[Hashable, deque[tuple[Job, int]]] = {}
 
-    def __len__(self) -> int:
-        return len(self._groups)
-
     def price(self, job: Job) -> None:
         """Sets the job's costs and keys: each sequence costs its unshared tokens. Thread-safe.
 
         What it shares is estimated from the first of its group and the one before it.
         """
-        job.keys = [_key(s) for s in job.sequences] if self._is_on else []
+        # The first tokens, and the sender's group if given; two senders may both count theirs from 0.
+        job.keys = [
+            (s.tokens[:MIN_SHARED].tobytes(), s.group, s.adapter) if s.text is None else id(s)
+            for s in (job.sequences if self._is_on else ())
+        ]
         groups: dict[Hashable, _Alike] = {}
         job.costs = []
         for i, s in enumerate(job.sequences):
@@ -81,20 +83,20 @@ class PrefixGroups:
         return members
 
 
+@dataclass(slots=True)
 class _Alike:
     """The prefixes that sequences of one group share, taken in order.
 
     A judge's questions about a response share more with each other than with those about the group's first response.
     """
 
-    def __init__(self) -> None:
-        self._first: Sequence | None = None
-        self._last: Sequence | None = None
+    first: Sequence | None = None
+    last: Sequence | None = None
 
     def next(self, s: Sequence) -> int:
         """Returns how many tokens `s` shares with the first of its group or the one before it, 0 if too few."""
-        before = {id(one): one for one in (self._first, self._last) if one is not None}
-        self._first, self._last = self._first or s, s
+        before = {id(one): one for one in (self.first, self.last) if one is not None}
+        self.first, self.last = self.first or s, s
         if len(s.tokens) < MIN_SHARED:
             return 0
         alike = max((common_prefix(one.tokens, s.tokens) for one in before.values()), default=0)
@@ -104,13 +106,3 @@ class _Alike:
 def _answer_tokens(ask: Any) -> int:
     """Returns what an answer adds to the cost, since it stays in memory until the batch is done."""
     return -(-ask.answer_bytes // ANSWER_BYTES_A_TOKEN)
-
-
-def shared_tokens(members: list[tuple[Job, int, int]]) -> int:
-    """Returns the length of the longest prefix that a group's members share with its first."""
-    return max((owner.lengths[i] - cost for owner, i, cost in members[1:]), default=0)
-
-
-def _key(s: Sequence) -> Hashable:
-    """Returns the first tokens, and the sender's group if given; two senders may both count theirs from 0."""
-    return (s.tokens[:MIN_SHARED].tobytes(), s.group, s.adapter) if s.text is None else id(s)

@@ -21,7 +21,7 @@ from guerdon.server.batching.fair_queue import FairQueue
 from guerdon.server.batching.jobs import Batch, Job, Limits
 from guerdon.server.batching.orders import HeldBack, Order
 from guerdon.server.batching.padded import fill_padded
-from guerdon.server.batching.prefixes import PrefixGroups, shared_tokens
+from guerdon.server.batching.prefixes import PrefixGroups
 from guerdon.server.batching.room import Pace, Room
 
 SPLIT = 32
@@ -121,10 +121,6 @@ class Scheduler:
         begun = {job for job in waiting if job.num_queued < job.num_sequences}
         return begun, len(waiting) - len(begun) + len(self.orders.items)
 
-    def observe(self, seconds: float) -> None:
-        """Measures the worker's speed from the last batch."""
-        self.room.pace.end(seconds)
-
     def starts_at(self) -> float | None:
         """Returns when the next batch or order may start: None if there is none, 0.0 for at once."""
         if self._batch.entries or self.orders.items:
@@ -144,10 +140,9 @@ class Scheduler:
         """
         if not self._batch.entries and not self.num_sequences:
             return self.orders.take()
-        start = self.starts_at()
-        if start is None or (start > now and not hurry):
-            return None
         if self.limits.batch_sizes:
+            if not hurry and (self.starts_at() or 0.0) > now:
+                return None
             fill_padded(self._batch, self._queue, self.num_sequences, self.limits, now, self._take)
         else:
             self._fill(self._batch, now)
@@ -174,7 +169,9 @@ class Scheduler:
                 continue
             members = self._prefixes.members(job, budget)
             room, wanted = budget - batch.num_tokens, sum(cost for *_, cost in members)
-            is_whole = room < wanted <= WHOLE_GROUP * budget and shared_tokens(members) > budget // SPLIT
+            is_whole = room < wanted <= WHOLE_GROUP * budget and budget // SPLIT < max(
+                (owner.lengths[i] - cost for owner, i, cost in members[1:]), default=0
+            )
             if batch.entries and is_whole:
                 return
             for owner, i, cost in members:

@@ -93,15 +93,6 @@ class Gate:
             timer.daemon = True
             timer.start()
 
-    def check_room(self, client: str) -> None:
-        """Raises Overloaded if the client may have no more requests in progress."""
-        if not self.requests.has_room(client, 1):
-            raise Overloaded(
-                f"{self.requests.total} requests are in progress, which is the limit{_share(self.requests, client)}; "
-                "try again",
-                RETRY_AFTER_S,
-            )
-
 
 class Place:
     """One request's reservation; a context that releases it."""
@@ -112,9 +103,19 @@ class Place:
         self._num_bytes = 0
         self._has_entered = False
 
+    def check_room(self) -> None:
+        """Raises Overloaded if the client may have no more requests in progress."""
+        requests = self._gate.requests
+        if not requests.has_room(self._client, 1):
+            raise Overloaded(
+                f"{requests.total} requests are in progress, which is the limit{_share(requests, self._client)}; "
+                "try again",
+                RETRY_AFTER_S,
+            )
+
     def take(self) -> None:
         """Counts the request as in progress; raises Overloaded if there is no room."""
-        self._gate.check_room(self._client)
+        self.check_room()
         self._gate.requests.take(self._client, 1)
         self._has_entered = True
 
@@ -210,10 +211,6 @@ class Visit(Place):
             return _nothing(info)
         return self._service.score(info.name, request, self._client, hold=self._hold_answer)
 
-    def check_room(self) -> None:
-        """Raises Overloaded if `enter` would for lack of room."""
-        self._gate.check_room(self._client)
-
     def enter(self, num_bytes: int) -> None:
         """Counts the request as in progress if it is not yet; `num_bytes` is the size of its body, 0 if unknown.
 
@@ -229,7 +226,8 @@ class Visit(Place):
     def find(self, name: str, version: str = "") -> Info:
         """Finds the model or operation of that name; raises UnknownModel, Forbidden if the role does not allow it."""
         self._asked_name = name
-        self.count_as(name if name in self._names else UNKNOWN)
+        self.label = name if name in self._names else UNKNOWN
+        tracing.tell(model=self.label)
         info = self._service.catalog.model(name, version)
         self._is_operation = isinstance(info, OperationInfo)
         if self._is_operation:

@@ -62,25 +62,23 @@ class Guard:
         return True
 
     def _check_origin(self, headers: dict[bytes, bytes]) -> None:
-        _check_page(headers)
-        if self._own_names is not None and (host := headers.get(b"host")) not in self._own_hosts:
+        """Raises Forbidden if a page of another origin makes its reader's browser send this.
+
+        Browsers name the page's origin in whatever may change something, and how it stands to this server's in
+        `Sec-Fetch-Site`. Following a link to this server's page is a navigation, which no script reads.
+        """
+        origin, host = headers.get(b"origin"), headers.get(b"host")
+        is_foreign = origin is not None and (origin.lower().partition(b"://")[2] or None) != (host or b"").lower()
+        if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+            is_foreign = is_foreign or headers.get(b"sec-fetch-mode") != b"navigate"
+        if is_foreign:
+            raise Forbidden(
+                "the request comes from a page of another origin; open the page from this server's own address"
+            )
+        if self._own_names is not None and host not in self._own_hosts:
             _check_host(host, self._own_names)
             if host is not None and len(host) <= _MOST_HOST_BYTES and len(self._own_hosts) < _MOST_HOSTS:
                 self._own_hosts.add(host)
-
-
-def _check_page(headers: dict[bytes, bytes]) -> None:
-    """Raises Forbidden if a page of another origin makes its reader's browser send this.
-
-    Browsers name the page's origin in whatever may change something, and how it stands to this server's in
-    `Sec-Fetch-Site`. Following a link to this server's page is a navigation, which no script reads.
-    """
-    origin, host = headers.get(b"origin"), headers.get(b"host", b"")
-    is_foreign = origin is not None and (origin.lower().partition(b"://")[2] or None) != host.lower()
-    if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
-        is_foreign = is_foreign or headers.get(b"sec-fetch-mode") != b"navigate"
-    if is_foreign:
-        raise Forbidden("the request comes from a page of another origin; open the page from this server's own address")
 
 
 def _own_names(config: ServerConfig, has_keys: bool) -> frozenset[str] | None:

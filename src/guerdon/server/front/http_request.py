@@ -72,28 +72,23 @@ class HttpRequest:
         self.scope = scope
         self.receive = receive
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        path, root = scope["path"], scope.get("root_path", "")
+        path = path[len(root) :] if root and path.startswith(root + "/") else path
+        found = _OF_MODEL.fullmatch(path)
+        self.path: str = path if found is None else found[2]
+        """The path without the application's prefix, such as Ray Serve's route prefix, and without a model's."""
+        self._model = "" if found is None else found[1]  # as in /models/NAME/v1/completions
+        self.json_length: int | None = None
+        """The length of the body's JSON if binary tensors follow it; known once the body is read."""
         self.has_left = False
         self._task: asyncio.Task[object] | None = None
         self._watch: asyncio.TimerHandle | asyncio.Task[None] | None = None
-
-    @functools.cached_property
-    def _where(self) -> tuple[str, str]:
-        """The model that begins the path, as in /models/NAME/v1/completions (else ""), and the path without it."""
-        path, root = self.scope["path"], self.scope.get("root_path", "")
-        path = path[len(root) :] if root and path.startswith(root + "/") else path
-        found = _OF_MODEL.fullmatch(path)
-        return (found[1], found[2]) if found else ("", path)
-
-    @property
-    def path(self) -> str:
-        """The path without the application's prefix, such as Ray Serve's route prefix, and without a model's."""
-        return self._where[1]
 
     @property
     def query(self) -> dict[str, str]:
         """The query's parameters, also those without a value: a misspelt name is refused either way."""
         found = dict(parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True))
-        return {"model": name, **found} if (name := self._where[0]) else found
+        return {"model": self._model, **found} if self._model else found
 
     def content_length(self, limits: LimitsConfig) -> int:
         """Returns the size of the body as announced, 0 if it is not; raises PayloadTooLarge."""
@@ -116,7 +111,10 @@ class HttpRequest:
             raise InvalidRequest(
                 f"Content-Encoding {encoding.decode('latin-1')!r} is not known here: use gzip or deflate"
             )
-        json_length = self.json_length
+        if (value := self.headers.get(b"inference-header-content-length")) is not None:
+            if not value.isdigit() or len(value) > 12:
+                raise InvalidRequest("Inference-Header-Content-Length must be an integer from 0 up")
+            self.json_length = int(value)
         loop = asyncio.get_running_loop()
         ends = loop.time() + limits.request_timeout_s
         body = bytearray()
@@ -143,21 +141,11 @@ class HttpRequest:
         if encoding in (b"gzip", b"deflate"):
             body = await _inflate(body, place, max_bytes)
             place.hold(len(body))
-        text = memoryview(body)[:json_length]
+        text = memoryview(body)[: self.json_length]
         if len(text) > READ_INLINE_BYTES:  # what is shorter is parsed at once, and alone
             memory = await place.run(functools.partial(bodies.memory, text), len(text))
             place.reach(memory + len(body) - len(text))  # parsed JSON takes more memory than its text
         return body
-
-    @functools.cached_property
-    def json_length(self) -> int | None:
-        """The length of the body's JSON if binary tensors follow it; raises InvalidRequest."""
-        value = self.headers.get(b"inference-header-content-length")
-        if value is None:
-            return None
-        if not value.isdigit() or len(value) > 12:
-            raise InvalidRequest("Inference-Header-Content-Length must be an integer from 0 up")
-        return int(value)
 
     def cancel_on_disconnect(self) -> None:
         """From now on cancels this task if the client disconnects, and sets `has_left`; until `finish`.
