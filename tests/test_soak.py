@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from guerdon.engine.native.library import find
 from processes import environment
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -149,6 +150,7 @@ def test_a_soak_of_five_minutes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.skipif(find()[0] is None, reason=f"no kernels: {find()[1]}")
 def test_answers_of_a_server_have_the_same_bits_in_random_company(tmp_path: Path) -> None:
     command = [sys.executable, BENCHMARKS / "soak_bits.py", "--rewards", 300, "--logprobs", 2000, "--out", tmp_path]
     run = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment(), check=False)

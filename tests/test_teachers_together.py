@@ -174,7 +174,7 @@ def test_the_forms_route_and_mix(server: RunningServer, logits: dict[str, list[t
 
 
 def test_concurrent_mixtures_in_both_orders_have_the_same_bits(server: RunningServer) -> None:
-    """Of two teachers each is the first in one mixture, alone and beside others."""
+    """Of two teachers each is the first in one mixture, alone and beside others; without kernels they are near."""
     rows = [row for row in ROWS for _ in range(3)]
     orders = [{"teacher": 1, "maths": 2}, {"maths": 2, "teacher": 1}]
     with TeacherClient(server.http_url) as client:
@@ -189,10 +189,11 @@ def test_concurrent_mixtures_in_both_orders_have_the_same_bits(server: RunningSe
             thread.start()
         for thread in threads:
             thread.join(120)
+        near = {"rtol": 0, "atol": 0} if client.config()["parameters"]["same_bits"]["string_value"] == "true" else NEAR
     assert len(found) == 8
     for i, answers in found:
         for name in ("logprobs", "top_ids", "top_logprobs", "rest"):
-            np.testing.assert_array_equal(getattr(answers, name)[0], getattr(alone[i], name)[0])
+            np.testing.assert_allclose(getattr(answers, name)[0], getattr(alone[i], name)[0], **near)
 
 
 def test_a_path_names_the_teacher(server: RunningServer, logits: dict[str, list[torch.Tensor]]) -> None:
