@@ -424,6 +424,12 @@ def test_a_command_without_torch_ends_with_its_error(name: str, folder: Path, ec
     assert (folder / "out.jsonl").exists() == (name == "a row that the server fails at")
 
 
+def test_help_loads_neither_torch_nor_the_client() -> None:
+    code = "import sys, guerdon.cli.subcommands; print({'torch', 'httpx', 'guerdon.client'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 MODEL = {
     "another model's whole file": (["score", "--model", "model", "in.jsonl", "-o", "whole.jsonl"], Exit.CANNOT_START),
     "another model's part": (["score", "--model", "model", "in.jsonl", "-o", "part.jsonl"], Exit.CANNOT_START),

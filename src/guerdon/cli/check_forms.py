@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import orjson
 import yaml
 
-from guerdon.client.calls import ModelSignature
 from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.wire import kserve, schema
 from guerdon.wire.tensors import DTYPES, InferRequest, Tensor, pad_rows
+
+if TYPE_CHECKING:  # every command imports this module, and few the client
+    from guerdon.client.calls import ModelSignature
 
 LENGTH_HEADER = "inference-header-content-length"
 """KServe's header with the number of bytes of JSON before binary tensors."""
