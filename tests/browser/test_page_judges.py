@@ -261,6 +261,10 @@ def test_axes_have_round_numbers(low: float, high: float, want: list[float], pag
     assert call(page, "scale", "ticks", low, high, 4) == pytest.approx(want)
 
 
+def test_an_axis_of_small_shares_has_different_numbers(page: Any) -> None:
+    assert [call(page, "format", "percent", share, 4) for share in (0, 2e-4, 4e-4)] == ["0%", "0.02%", "0.04%"]
+
+
 @pytest.mark.parametrize(("low", "high"), [(-0.28, 0.22), (0, 0.52), (0.401, 0.447), (0, 6), (-100, -1)])
 def test_an_axis_has_a_number_at_both_ends(low: float, high: float, page: Any) -> None:
     ends = call(page, "scale", "rounded", low, high, 3)

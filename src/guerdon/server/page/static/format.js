@@ -44,10 +44,11 @@ export function difference(x, digits = 1) {
   return text.startsWith("\u2212") ? text : `+${text}`;
 }
 
-/** Formats a share of one as a percentage. */
-export function percent(x) {
+/** Formats a share of one as a percentage; with `digits`, which axes give, a round number that no other may equal. */
+export function percent(x, digits) {
   if (!isNumber(x)) return NOTHING;
   const p = x * 100;
+  if (digits !== undefined) return `${number(p)}%`;
   if (p > 0 && p < 0.1) return "< 0.1%";
   return `${signed(p.toFixed(p > 0 && p < 10 ? 1 : 0))}%`;
 }
