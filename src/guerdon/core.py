@@ -102,8 +102,8 @@ class Score:
     """The result for one sequence: `reward` is the scalar, NaN if the model gives none.
 
     `attributes` are float32 `[A]`, `values` float32 `[T]`, `steps` float32 `[K]`. `answer` is to the `ask`, of the
-    kind's own type (a judge has one for each question, none for a sample); its `numbers()` are what two computations of
-    it must agree on. `names` are the attributes' if the sample has more than its model names.
+    kind's own type; its `numbers()` are what two computations of it must agree on. `names` are the attributes' if the
+    sample has more than its model names.
     """
 
     reward: float
