@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 63_206,
+    "lines of src": 63_208,
     "files of src": 320,
-    "lines of tests": 83_516,
+    "lines of tests": 83_529,
     "modules with one importer": 71,
     "private functions that one place calls": 587,
     "imports, % of the lines": 6.8,
