@@ -9,15 +9,10 @@ from guerdon.server.service import Service
 from guerdon.wire.forms.triton_repository import IndexEntry
 from guerdon.wire.signature import MODEL_VERSION, ServerMetadata, Statistics
 
-
-def _version() -> str:
-    try:
-        return metadata.version("guerdon")
-    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        return "0"
-
-
-_VERSION = _version()
+try:
+    _VERSION = metadata.version("guerdon")
+except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+    _VERSION = "0"
 
 
 def is_ready(service: Service, name: str | None = None) -> bool:

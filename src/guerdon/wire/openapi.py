@@ -22,8 +22,7 @@ from guerdon.wire.forms import (
     triton_repository,
     vllm_control,
 )
-from guerdon.wire.forms.form import Form, Url
-from guerdon.wire.forms.gym import Answer
+from guerdon.wire.forms.form import Url
 from guerdon.wire.schema import Info, inputs_of, outputs_of, table
 
 Schema = dict[str, Any]
@@ -114,11 +113,9 @@ def schema_of(*kinds: Any) -> Schema:
 def document(models: Sequence[Info], *, has_page: bool = True, version: str = "0") -> dict[str, Any]:
     """Returns the document, OpenAPI 3.1, of a server of these models and operations, with its page or without."""
     scored = [info.name for info in models if isinstance(info, ModelInfo)]
-    forms = {path: _form(form, scored) for path, form in ALL_FORMS.items()}
-    answers = {path: _answered(answer) for path, answer in ANSWERS.items()}
     sections = {
         "KServe v2": _kserve(models),
-        "Forms of other servers": forms | answers | _tokens(scored) | _openai(scored),
+        "Forms of other servers": _forms(scored),
         "Swapping models": _repository(scored) | _control(scored),
         "Observing": _observing(),
         "Pages": _page(scored) if has_page else {},
@@ -261,40 +258,31 @@ def _page(names: list[str]) -> dict[str, Any]:
     }
 
 
-def _openai(names: list[str]) -> dict[str, Any]:
-    where, error = [_in_path("name", names)], openai.OpenAIError
-    listed = "The served models as OpenAI lists them"
-    return {
-        "/v1/models": _path(_READ, listed, openai.OpenAIModels, error=error),
-        "/v1/models/{name}": _path(_READ, "One of them", openai.OpenAIModel, where, error=error),
-    }
-
-
-def _tokens(names: list[str]) -> dict[str, Any]:
+def _forms(names: list[str]) -> dict[str, Any]:
     paths = {}
-    for path, form in TOKEN_FORMS.items():
-        reply, body = _ok(_content(_JSON, *form.replies)), _content(_JSON, *form.bodies)
-        paths[path] = _path(_WRITE, form.summary, reply, _in_url(form.url, names), body, error=openai.OpenAIError)
+    for path, form in ALL_FORMS.items():
+        statuses = _OF_TEI if form.error.__name__ == "TEIError" else _USUAL
+        scored = {"200": _answer("the scores", _TIMES, _content(_JSON, *form.replies))}
+        where, body = _in_url(form.url, names), _content(_JSON, *form.bodies)
+        what = f"The form of {form.peer}"
+        paths[path] = _path(_FORM, what, scored, where, body, statuses=statuses, error=form.error)
+    for path, answer in ANSWERS.items():
+        asked = None if answer.body is None else _content(_JSON, answer.body)
+        paths[path] = _path(_READ if asked is None else _WRITE, answer.summary, answer.reply, body=asked)
+    for path, asks in TOKEN_FORMS.items():
+        reply, body = _ok(_content(_JSON, *asks.replies)), _content(_JSON, *asks.bodies)
+        paths[path] = _path(_WRITE, asks.summary, reply, _in_url(asks.url, names), body, error=openai.OpenAIError)
     about, where = "A model and the server's limits, in TEI's form", _in_url(Url, names)
     paths[tokens.INFO] = _path(_READ, about, tokens.InfoReply, where, statuses=_OF_TEI, error=tei.TEIError)
+    listed, where, error = "The served models as OpenAI lists them", [_in_path("name", names)], openai.OpenAIError
+    paths["/v1/models"] = _path(_READ, listed, openai.OpenAIModels, error=error)
+    paths["/v1/models/{name}"] = _path(_READ, "One of them", openai.OpenAIModel, where, error=error)
     return paths
 
 
 def _in_url(url: type[Url], names: list[str]) -> list[dict[str, Any]]:
     keys = components()[1][url.__name__]["properties"]
     return [_in_query(name, {"enum": names} if name == "model" else schema) for name, schema in keys.items()]
-
-
-def _form(form: Form, names: list[str]) -> dict[str, Any]:
-    statuses = _OF_TEI if form.error.__name__ == "TEIError" else _USUAL
-    scored = {"200": _answer("the scores", _TIMES, _content(_JSON, *form.replies))}
-    body, parameters = _content(_JSON, *form.bodies), _in_url(form.url, names)
-    return _path(_FORM, f"The form of {form.peer}", scored, parameters, body, statuses=statuses, error=form.error)
-
-
-def _answered(answer: Answer) -> dict[str, Any]:
-    body = None if answer.body is None else _content(_JSON, answer.body)
-    return _path(_READ if body is None else _WRITE, answer.summary, answer.reply, body=body)
 
 
 def _path(

@@ -102,19 +102,14 @@ class FairTurns:
         try:
             await mine
         except asyncio.CancelledError:
-            if mine.cancelled():
-                self._leave(client, mine)
-            else:  # the turn came just before the cancellation
+            queue = self._waiting.get(client, deque())
+            if not mine.cancelled():  # the turn came just before the cancellation
                 self.release()
+            elif mine in queue:  # else its turn had already been passed on when it learnt of the cancellation
+                queue.remove(mine)
+                if not queue:
+                    del self._waiting[client]
             raise
-
-    def _leave(self, client: str, mine: asyncio.Future[None]) -> None:
-        queue = self._waiting.get(client, deque())
-        if mine not in queue:  # its turn had already been passed on when it learnt of the cancellation
-            return
-        queue.remove(mine)
-        if not queue:
-            del self._waiting[client]
 
     def release(self) -> None:
         """Ends a turn and starts the next one."""

@@ -65,11 +65,15 @@ def server(service: Service, config: ServerConfig, admission: Admission | None =
     grpc_server = grpc.aio.server(options=_options(config))
     front = _Front(admission or Admission(service, config), config)
     grpc_server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, front.handlers()),))
-    credentials = _credentials(config)
+    tls_context(config)  # raises what is wrong
+    pems = read_pems(config)
     try:
-        if credentials is None:
+        if pems is None:
             port = grpc_server.add_insecure_port(f"{address}:{config.grpc_port}")
         else:
+            key, cert, authority = pems
+            needs_cert = authority is not None
+            credentials = grpc.ssl_server_credentials([(key, cert)], authority, require_client_auth=needs_cert)
             port = grpc_server.add_secure_port(f"{address}:{config.grpc_port}", credentials)
     except RuntimeError as e:
         raise StartError(
@@ -102,15 +106,6 @@ def _options(config: ServerConfig) -> tuple[tuple[str, int], ...]:
     )
 
 
-def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
-    tls_context(config)  # raises what is wrong
-    pems = read_pems(config)
-    if pems is None:
-        return None
-    key, cert, authority = pems
-    return grpc.ssl_server_credentials([(key, cert)], authority, require_client_auth=authority is not None)
-
-
 class _Call:
     """One call: its caller, and its message, which is not read before `message` asks for it."""
 
@@ -141,8 +136,6 @@ class _Call:
 
 
 Read = Callable[[], Awaitable[bytes]]
-Infer = Callable[[Read, contextlib.ExitStack], Awaitable[pb.ModelStreamInferResponse]]
-"""Answers the decoded message; the context holds the answer's reservation until it is sent."""
 
 
 class _InferExchange:
@@ -354,10 +347,12 @@ class _Front:
         return reply
 
     async def ModelStreamInfer(self, call: _Call) -> None:
+        """Answers until the client sends no more; raises UploadTooSlow if no message comes."""
         name = call.caller.name
         sent = dict(call.context.invocation_metadata())
 
         async def infer(read: Read, held: contextlib.ExitStack) -> pb.ModelStreamInferResponse:
+            """Answers the message; `held` has the answer's reservation until it is sent."""
             exchange = _InferExchange(call, read, self._limits)
             try:
                 with self._counting(name), message_span(self._service.traces, SERVICE, sent, _code_number):
@@ -369,8 +364,20 @@ class _Front:
             except Exception as e:
                 return _refusal(_to_error("ModelStreamInfer", e), exchange.request_id)
 
+        # The first message has to come as soon as any call's, later ones while a connection may rest.
+        timeout_s = min(self._limits.read_timeout_s, self._limits.request_timeout_s)
         with self._receiving.stream(name):
-            await _answer_stream(call.context, self._receiving, self._limits, infer, self._seconds_to_send)
+            while (data := await self._receiving.next_message(call.context, timeout_s)) is not None:
+                timeout_s = max(timeout_s, self._limits.idle_timeout_s)
+                messages = [data]
+                del data  # only its reader holds it, and only until it is parsed
+
+                async def read(messages: list[bytes] = messages) -> bytes:
+                    return messages.pop()
+
+                with contextlib.ExitStack() as held:
+                    told = await infer(read, held)
+                    await write_or_end(call.context, told, self._seconds_to_send(told.ByteSize()))
 
     async def _answer(self, exchange: _InferExchange) -> pb.ModelInferResponse:
         with Visit(self._admission, exchange.caller) as visit:
@@ -380,31 +387,6 @@ class _Front:
 
     def _seconds_to_send(self, num_bytes: int) -> float:
         return self._limits.write_timeout_s + num_bytes / LEAST_BYTES_PER_S
-
-
-async def _answer_stream(
-    context: grpc.aio.ServicerContext,
-    receiving: Receiving,
-    limits: LimitsConfig,
-    infer: Infer,
-    seconds_to_send: Callable[[int], float],
-) -> None:
-    """Answers until the client sends no more.
-
-    Raises UploadTooSlow if no message comes, the first as soon as any call's, later ones while a connection may rest.
-    """
-    timeout_s = min(limits.read_timeout_s, limits.request_timeout_s)
-    while (data := await receiving.next_message(context, timeout_s)) is not None:
-        timeout_s = max(timeout_s, limits.idle_timeout_s)
-        messages = [data]
-        del data  # only its reader holds it, and only until it is parsed
-
-        async def read(messages: list[bytes] = messages) -> bytes:
-            return messages.pop()
-
-        with contextlib.ExitStack() as held:
-            told = await infer(read, held)
-            await write_or_end(context, told, seconds_to_send(told.ByteSize()))
 
 
 def _refusal(error: GuerdonError, request_id: str) -> pb.ModelStreamInferResponse:

@@ -42,7 +42,7 @@ API_INDEX = "docs.html"
 """The page at /docs, in the folder of the dashboard's files."""
 
 _API_FILES = {"swagger.js": "swagger_bundle.js", "swagger.css": "swagger_style.css"}
-"""Names under /dashboard, and the package's names for them."""
+"""Swagger UI's files: names under /dashboard, and the package's names for them."""
 
 _KINDS = {
     ".html": b"text/html; charset=utf-8",
@@ -162,8 +162,12 @@ class Pages:
         return _TrialExchange(request, self._service, self._config)
 
     def _file(self, request: HttpRequest, name: str) -> Reply:
-        if name not in self._files and (found := _read_api_file(name)) is not None:
-            self._files[name] = found
+        if name in _API_FILES and name not in self._files:
+            try:  # never imports the package, which would make strings of 18 MB of every page that it knows
+                path = Path(str(distribution("offapi").locate_file(f"offapi/{_API_FILES[name]}")))
+                self._files[name] = path.read_bytes()
+            except (PackageNotFoundError, FileNotFoundError) as e:
+                raise Unsupported(f"/docs needs the package offapi: {install_command('server')}") from e
         body = self._files.get(name)
         if body is None:
             raise RouteNotFound(f"no such path: {request.path}; the page is at /")
@@ -252,13 +256,3 @@ class _TrialExchange:
 def _written(gathered: snapshot.Gathered, is_packed: bool) -> bytes:
     body = bodies.write(snapshot.make(gathered))
     return gzip.compress(body, compresslevel=1) if is_packed else body
-
-
-def _read_api_file(name: str) -> bytes | None:
-    """Returns a file of Swagger UI, None if it has none of that name; raises Unsupported if it is not installed."""
-    if name not in _API_FILES:
-        return None
-    try:  # never imports the package, which would make strings of 18 MB of every page that it knows
-        return Path(str(distribution("offapi").locate_file(f"offapi/{_API_FILES[name]}"))).read_bytes()
-    except (PackageNotFoundError, FileNotFoundError) as e:
-        raise Unsupported(f"/docs needs the package offapi: {install_command('server')}") from e

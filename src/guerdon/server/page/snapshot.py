@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from guerdon.core import ModelInfo
 from guerdon.errors import InvalidRequest
 from guerdon.kinds import all_kinds
 from guerdon.server.catalog import Catalog
@@ -170,7 +169,12 @@ def gather(
     scored = recorder.rewards
     return Gathered(
         server=server | {"now": now, "started": recorder.started},
-        models=[_model(catalog, info, infos) for info in infos],
+        models=[
+            {name: getattr(info, name) for name in _OF_INFO}
+            | all_kinds.of(info).tile(info, infos)
+            | {"is_loaded": catalog.is_loaded(info.name), "is_critic": info.name == catalog.critic_name}
+            for info in infos
+        ],
         critic=None if critic is None else _critic(critic, recorder.epoch),
         names=recorder.names,
         sums=frozenset(catalog.sums),
@@ -200,7 +204,10 @@ def make(g: Gathered) -> Snapshot:
     totals = {}
     for row, name in enumerate(g.names):
         told = counted.get(name) or traffic.empty()
-        totals[name] = told | _saved(told) | traffic.over(g.whole, row, name not in g.sums)
+        received = told["received_tokens"]
+        saved = 1 - told["computed_tokens"] / received if received else math.nan  # negative with padding
+        shares = {"saved_share": saved if math.isnan(saved) else max(0.0, saved), "padded_share": max(0.0, -saved)}
+        totals[name] = told | shares | traffic.over(g.whole, row, name not in g.sums)
     return {
         "server": g.server | {"unknown_requests": counted.get(UNKNOWN, {}).get("requests", {})},
         "models": g.models,
@@ -221,18 +228,6 @@ def make(g: Gathered) -> Snapshot:
         },
         "critic": g.critic,
     }
-
-
-def _saved(told: dict[str, Any]) -> dict[str, float]:
-    """Returns the share of received tokens that was not computed; negative with padding."""
-    received = told["received_tokens"]
-    saved = 1 - told["computed_tokens"] / received if received else math.nan
-    return {"saved_share": saved if math.isnan(saved) else max(0.0, saved), "padded_share": max(0.0, -saved)}
-
-
-def _model(catalog: Catalog, info: ModelInfo, infos: list[ModelInfo]) -> dict[str, Any]:
-    facts = {name: getattr(info, name) for name in _OF_INFO} | all_kinds.of(info).tile(info, infos)
-    return facts | {"is_loaded": catalog.is_loaded(info.name), "is_critic": info.name == catalog.critic_name}
 
 
 def _critic(critic: Critic, epoch: float) -> dict[str, Any]:
