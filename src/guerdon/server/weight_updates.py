@@ -179,7 +179,12 @@ def _keep(update: _Update, tensors: dict[str, TensorBytes], ema: float) -> None:
 def _begin(base: Path, folder: Path) -> _Update:
     """Returns an update of the checkpoint `base`, whose other files it copies; raises InvalidRequest, StorageFailed."""
     try:
-        wanted = _read_folder(base)
+        index, file_names = base / _INDEX, ["model.safetensors"]
+        if index.is_file():
+            file_names = sorted({*json.loads(index.read_text())["weight_map"].values()})
+        if not all((base / name).is_file() for name in file_names):
+            raise InvalidRequest(f"live weights need a checkpoint of model.safetensors, and {base.name} has none")
+        wanted = {name: tensor for file in file_names for name, tensor in _read(base / file).items()}
         for path in base.iterdir():
             if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt") and path.name != _INDEX:
                 shutil.copyfile(path, folder / path.name)
@@ -187,17 +192,6 @@ def _begin(base: Path, folder: Path) -> _Update:
     except OSError as e:
         raise StorageFailed(f"{folder} cannot take the files of {base}: {e.strerror}") from e
     return _Update(secrets.token_hex(8), folder, base, wanted, is_tied and "lm_head.weight" not in wanted)
-
-
-def _read_folder(folder: Path) -> dict[str, TensorBytes]:
-    """Returns the tensors of the checkpoint that serves; raises InvalidRequest if it is not one of safetensors."""
-    index = folder / _INDEX
-    names = (
-        sorted({*json.loads(index.read_text())["weight_map"].values()}) if index.is_file() else ["model.safetensors"]
-    )
-    if not all((folder / name).is_file() for name in names):
-        raise InvalidRequest(f"live weights need a checkpoint of model.safetensors, and {folder.name} has none")
-    return {name: tensor for file in names for name, tensor in _read(folder / file).items()}
 
 
 def _read(path: Path) -> dict[str, TensorBytes]:

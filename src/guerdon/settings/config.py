@@ -550,23 +550,19 @@ class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig, DashboardConfig):
         yield from caught(check_reach, self, self.host)
         if self.traces is not None:
             yield from caught(check_traces_endpoint, self.traces)
-        yield from _check_names(self)
+        names = [name for model in self.models for name in _names(model)] + [reward.name for reward in self.rewards]
+        if self.critic is not None:
+            names += [f"{self.critic.name}_{suffix}" for suffix in ("infer", *Operation)]
+        for name, count in Counter(names).items():
+            if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+                yield f"{name!r} cannot be a model's name", "use ASCII letters, digits, underscores, points and hyphens"
+            if count > 1:
+                yield f"two models are named {name}", "give each a different `name:`, also those of `rewards:`"
         if self.fsdp and self.critic is None:
             advice = "leave it out; to split a model that is too large for one device, use tensor_parallel"
             yield "fsdp is on, but there is no critic to train", advice
         for i, reward in enumerate(self.rewards):
             yield from _check_sum(reward, f"rewards[{i}]", self.models)
-
-
-def _check_names(settings: ServerConfig) -> Contradictions:
-    names = [name for model in settings.models for name in _names(model)] + [reward.name for reward in settings.rewards]
-    if settings.critic is not None:
-        names += [f"{settings.critic.name}_{suffix}" for suffix in ("infer", *Operation)]
-    for name, count in Counter(names).items():
-        if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
-            yield f"{name!r} cannot be a model's name", "use ASCII letters, digits, underscores, points and hyphens"
-        if count > 1:
-            yield f"two models are named {name}", "give each a different `name:`, also those of `rewards:`"
 
 
 def _names(model: ServedModelConfig) -> list[str]:

@@ -142,36 +142,26 @@ class AnswerCache:
 
     async def _fetch(self, key: bytes, judge: str, fetch: Fetch, flight: Flight) -> ChatAnswer:
         try:
-            await self._settle()
-            if (found := self._find(key)) is not None:  # the disk had refused it
+            if self._waiting and self._writer is None:  # what the disk has refused; it may still do so
+                await self._store(b"", b"")
+            if (found := self._find(key)) is not None:
                 return found
             answer = await fetch(flight)
-            await self._add(key, judge, answer)
+            self.spent.setdefault(judge, Spent()).add(answer)
+            data = orjson.dumps({"key": key.hex(), "judge": judge, **asdict(answer)})
+            await self._store(key, _HEAD % zlib.crc32(data) + data[1:] + b"\n")
             return answer
         finally:
             if self._flights.get(key) is flight:
                 del self._flights[key]
 
-    async def _settle(self) -> None:
-        """Writes the answers that the disk has refused; raises StorageFailed while it still does."""
-        if self._waiting and self._writer is None:
-            done = asyncio.get_running_loop().create_future()
-            self._waiting.append((b"", b"", done))
-            self._start_writer()
-            await done
-
-    async def _add(self, key: bytes, judge: str, answer: ChatAnswer) -> None:
-        self.spent.setdefault(judge, Spent()).add(answer)
-        record = {"key": key.hex(), "judge": judge, **asdict(answer)}
+    async def _store(self, key: bytes, line: bytes) -> None:
+        """Writes a line after all that wait, without a key only these; raises StorageFailed."""
         done = asyncio.get_running_loop().create_future()
-        data = orjson.dumps(record)
-        self._waiting.append((key, _HEAD % zlib.crc32(data) + data[1:] + b"\n", done))
-        self._start_writer()
-        await done
-
-    def _start_writer(self) -> None:
+        self._waiting.append((key, line, done))
         if self._writer is None:
             self._writer = asyncio.create_task(self._write())
+        await done
 
     async def _write(self) -> None:
         """Writes all that waits, in one go; what arrives meanwhile waits for the next."""

@@ -81,7 +81,6 @@ class HttpRequest:
         self.json_length: int | None = None
         """The length of the body's JSON if binary tensors follow it; known once the body is read."""
         self.has_left = False
-        self._task: asyncio.Task[object] | None = None
         self._watch: asyncio.TimerHandle | asyncio.Task[None] | None = None
 
     @property
@@ -152,11 +151,17 @@ class HttpRequest:
 
         The connection is only watched once the request takes longer than a moment, so a quick one costs nothing.
         """
-        loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        async def watch() -> None:
+            while (await self.receive())["type"] != "http.disconnect":
+                pass
+            assert task is not None
+            self.has_left = True
+            task.cancel()
 
         def start() -> None:
-            self._watch = loop.create_task(self._cancel_when_left())
+            self._watch = loop.create_task(watch())
 
         self._watch = loop.call_later(_WATCH_AFTER_S, start)
 
@@ -165,13 +170,6 @@ class HttpRequest:
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
-
-    async def _cancel_when_left(self) -> None:
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
-        assert self._task is not None
-        self.has_left = True
-        self._task.cancel()
 
 
 Handler = Callable[[HttpRequest], Awaitable[Reply]]
