@@ -1,14 +1,17 @@
-"""How a tokenizer puts two texts into one sequence: its special tokens and token types, and what truncation leaves."""
+"""What truncation leaves of texts, and how a tokenizer puts two of them into one sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from guerdon.core import Sequence
+from guerdon.core import Sequence, Truncation
+from guerdon.errors import InvalidRequest
+
+RowT = TypeVar("RowT", list[int], np.ndarray)
 
 _PROBES = (("a", "b c d"), ("b c d", "a"))
 
@@ -67,8 +70,35 @@ class PairTemplate:
         """The number of special tokens."""
         return len(self.before) + len(self.between) + len(self.after)
 
-    def join(self, first: np.ndarray, second: np.ndarray) -> Sequence:
-        """Returns the sequence of two texts' ids, int64 `[T]`."""
+    def join(
+        self,
+        first: np.ndarray | InvalidRequest,
+        second: np.ndarray | InvalidRequest,
+        truncation: Truncation | None,
+        bos: int | None,
+    ) -> Sequence | InvalidRequest:
+        """Returns the sequence of two texts' ids, int64 `[T]`, the longer one truncated first, or the first error.
+
+        The error of a text, or of a truncation that leaves nothing of the second. A second `bos` is left out.
+        """
+        if isinstance(first, InvalidRequest):
+            return first
+        if isinstance(second, InvalidRequest):
+            return second
+        if truncation is not None and truncation.max_tokens is not None:
+            room = truncation.max_tokens - self.num_added
+            if room < 0:
+                return no_room(truncation.max_tokens, self.num_added)
+            num_first, num_second = longest_first(len(first), len(second), room)
+            if len(second) and not num_second:
+                return InvalidRequest(
+                    f"truncation to {truncation.max_tokens} tokens leaves nothing of the response, which is the second "
+                    "text of the pair; allow more tokens"
+                )
+            first = truncated(first, Truncation(num_first, truncation.side))
+            second = truncated(second, Truncation(num_second, truncation.side))
+        if bos is not None and [*self.before[-1:], *first[:1]] == [bos, bos]:
+            first = first[1:]
         parts = (self.before, first, self.between, second, self.after)
         row = np.concatenate([np.asarray(part, np.int64) for part in parts])
         start = None if self.num_first is None else len(self.before) + len(first) + self.num_first
@@ -83,3 +113,19 @@ def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
     shorter = min(first, second, room // 2)
     longer = min(max(first, second), room - shorter)
     return (longer, shorter) if first > second else (shorter, longer)
+
+
+def truncated(ids: RowT, truncation: Truncation | None) -> RowT:
+    """Returns what truncation leaves of the ids of one text."""
+    surplus = 0 if truncation is None or truncation.max_tokens is None else len(ids) - truncation.max_tokens
+    if truncation is None or surplus <= 0:
+        return ids
+    return ids[surplus:] if truncation.side == "left" else ids[: truncation.max_tokens]
+
+
+def no_room(bound: int, added: int) -> InvalidRequest:
+    """Returns the error if at most `bound` tokens may stay, and `added` special ones leave nothing of the text."""
+    return InvalidRequest(
+        f"truncation to {bound} tokens leaves nothing of the text beside the {added} special tokens that are added; "
+        "allow more tokens"
+    )

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, processors
 from guerdon.core import Message, Sequence, Truncation
 from guerdon.endings import Ending, find_ending
 from guerdon.engine.checkpoint import cuts
-from guerdon.engine.checkpoint.pair_template import PairTemplate, longest_first
+from guerdon.engine.checkpoint.pair_template import PairTemplate, RowT, no_room, truncated
 from guerdon.engine.checkpoint.template_check import reads
-from guerdon.engine.checkpoint.token_texts import UNFINISHED, TokenTexts
+from guerdon.engine.checkpoint.token_texts import TokenTexts, split_text
 from guerdon.engine.checkpoint.tokenizer_files import load_tokenizer
 from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.memory import trim
@@ -28,7 +28,6 @@ from guerdon.messages import plain
 from guerdon.settings.config import RenderingConfig
 from guerdon.vocabulary import identity
 
-RowT = TypeVar("RowT", list[int], np.ndarray)
 T = TypeVar("T")
 
 Steps = Generator[None, None, list[np.ndarray | InvalidRequest]]
@@ -56,10 +55,6 @@ _TAIL = 16
 """Tokens before a text that decide how it begins."""
 _CONTEXTS = ("\n", "a")
 """What a text may follow, so that its tokenizer writes no blank before it."""
-_MOST_OF_A_CHARACTER = 4
-"""Tokens of one character: each has at least one byte of it."""
-_LONGEST_SILENCE = 32
-"""Tokens without text after which the context before them is dropped."""
 
 
 class TextEncoder:
@@ -242,9 +237,10 @@ class TextEncoder:
         rows = yield from self._encode(texts, False, None, of_long, max_tokens if room is None else None, is_whole)
         ids = dict(zip(texts, rows, strict=True))
         made: list[Sequence | InvalidRequest] = []
+        bos = self._tokenizer.bos_token_id
         for first, second in pairs:
             if second:
-                made.append(self._join(template, ids[first], ids[second], room, truncation))
+                made.append(template.join(ids[first], ids[second], truncation, bos))
             else:
                 made.append(row if isinstance(row := alone[first], InvalidRequest) else Sequence(row))
         return made
@@ -380,22 +376,7 @@ class TextEncoder:
 
         If several tokens make up one character, the last one has it and the others are empty.
         """
-        ids, pieces = tokens.tolist(), []
-        start = read = 0  # the span between them is already in `pieces`, but a decoder needs it as context
-        context, waiting = "", 0  # and tokens of a character that is not complete
-        for i in range(len(ids)):
-            text = self._text(ids[start : i + 1])
-            known = text.rstrip(UNFINISHED)  # a token may end one character and begin the next
-            is_cut_off = len(known) <= len(context) and waiting + 1 == _MOST_OF_A_CHARACTER
-            if is_cut_off or i + 1 == len(ids):
-                known = text
-            pieces.append(known[len(context) :])
-            context += pieces[-1]
-            waiting = 0 if pieces[-1] or known == text else waiting + 1
-            if known == text and (pieces[-1] or i + 1 - start > _LONGEST_SILENCE):
-                start, read = read, i + 1
-                context = self._text(ids[start:read])
-        return pieces
+        return split_text(self._text, tokens.tolist())
 
     def decode(self, tokens: np.ndarray) -> str:
         """Returns the text of the whole sequence, special tokens included."""
@@ -453,34 +434,6 @@ class TextEncoder:
                 return made + [error] * (len(texts) - len(made))
         return made
 
-    def _join(
-        self,
-        template: PairTemplate,
-        first: np.ndarray | InvalidRequest,
-        second: np.ndarray | InvalidRequest,
-        room: int | None,
-        truncation: Truncation | None,
-    ) -> Sequence | InvalidRequest:
-        """Returns a pair of at most `room` ids and the template's."""
-        if isinstance(first, InvalidRequest):
-            return first
-        if isinstance(second, InvalidRequest):
-            return second
-        if room is not None and truncation is not None:
-            if room < 0:
-                return _no_room(truncation.max_tokens or 0, template.num_added)
-            num_first, num_second = longest_first(len(first), len(second), room)
-            if len(second) and not num_second:
-                return InvalidRequest(
-                    f"truncation to {truncation.max_tokens} tokens leaves nothing of the response, which is the second "
-                    "text of the pair; allow more tokens"
-                )
-            first = _truncated(first, Truncation(num_first, truncation.side))
-            second = _truncated(second, Truncation(num_second, truncation.side))
-        bos = self._tokenizer.bos_token_id
-        is_doubled = bos is not None and [*template.before[-1:], *first[:1]] == [bos, bos]
-        return template.join(first[is_doubled:], second)
-
     def _short(
         self, texts: list[str], add_special_tokens: bool, truncation: Truncation | None
     ) -> list[np.ndarray | InvalidRequest]:
@@ -490,7 +443,7 @@ class TextEncoder:
         if add_special_tokens:
             rows = self._surrounded(read, truncation)
         else:
-            rows = [_truncated(ids, truncation) for ids in self._ids(read)]
+            rows = [truncated(ids, truncation) for ids in self._ids(read)]
         for i, ids in zip(fine, rows, strict=True):
             made[i] = ids if isinstance(ids, InvalidRequest) else np.array(ids, dtype=np.int64)
         return made
@@ -533,7 +486,7 @@ class TextEncoder:
         if truncation is not None and truncation.max_tokens is not None:
             enough = truncation.max_tokens - num_added
             if enough < 1:
-                return _no_room(truncation.max_tokens, num_added)
+                return no_room(truncation.max_tokens, num_added)
             truncation = Truncation(enough, truncation.side)
         from_end = truncation is not None and truncation.side == "left"
         parts: list[np.ndarray] = []
@@ -545,7 +498,7 @@ class TextEncoder:
                 if truncation is None:
                     return InvalidRequest(f"the sample has more than {enough} tokens, the most that fit; shorten it")
                 break
-        ids = _truncated(np.concatenate(parts[::-1] if from_end else parts), truncation)
+        ids = truncated(np.concatenate(parts[::-1] if from_end else parts), truncation)
         row = np.concatenate([np.array(around[0], np.int64), ids, np.array(around[1], np.int64)])
         return self._without_second_bos(row) if num_added else row
 
@@ -557,7 +510,7 @@ class TextEncoder:
         rows: list[list[int] | InvalidRequest] = []
         for text in texts:
             if bound < added + (1 if text else 0):
-                rows.append(_no_room(bound, added))
+                rows.append(no_room(bound, added))
                 continue
             if self._fast is None:
                 with self._lock:
@@ -644,17 +597,3 @@ def _finish(steps: Generator[None, None, list[T]]) -> list[T]:
             next(steps)
         except StopIteration as e:
             return e.value
-
-
-def _truncated(ids: RowT, truncation: Truncation | None) -> RowT:
-    surplus = 0 if truncation is None or truncation.max_tokens is None else len(ids) - truncation.max_tokens
-    if truncation is None or surplus <= 0:
-        return ids
-    return ids[surplus:] if truncation.side == "left" else ids[: truncation.max_tokens]
-
-
-def _no_room(bound: int, added: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"truncation to {bound} tokens leaves nothing of the text beside the {added} special tokens that are added; "
-        "allow more tokens"
-    )
