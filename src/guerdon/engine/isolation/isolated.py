@@ -28,8 +28,7 @@ from guerdon.distributed.ranks import ALONE, Ranks
 from guerdon.engine.functions import MAX_BATCH_TOKENS, FunctionForm, check_function_settings
 from guerdon.engine.isolation import channel, process_tree
 from guerdon.engine.isolation.channel import ChildLimits, Report
-from guerdon.engine.isolation.keeper import END_S
-from guerdon.engine.isolation.template import fork_keeper
+from guerdon.engine.isolation.keeper import END_S, fork_keeper
 from guerdon.errors import CheckpointError, ChildEnded, ConfigError, InvalidRequest, SampleFailed, StartError
 from guerdon.settings.config import ModelConfig
 
@@ -53,7 +52,7 @@ _PATIENCE_S = 5.0
 _LOOK_S = 0.5
 """How often a waiting thread looks whether the template is stopped."""
 _MAX_LOGGED_CHARACTERS = 1_000
-_MAIN = "from guerdon.engine.isolation import template; template.main(int(sys.argv[2]))"
+_MAIN = "from guerdon.engine.isolation import keeper; keeper.main(int(sys.argv[2]))"
 _START = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); {_MAIN}"
 _START_ELSEWHERE = f"import json, sys; sys.path[:0] = json.loads(sys.argv[1]); {_MAIN}"
 _NEEDED = {"msgspec": "msgspec", "numpy": "numpy", "yaml": "pyyaml"}
