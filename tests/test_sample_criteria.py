@@ -15,7 +15,7 @@ import zoo
 from guerdon.client import RewardClient, Scores
 from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.judge_core import Criterion
-from guerdon.kinds.criteria import read_criteria
+from guerdon.kinds.judges import read_criteria
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.chat_judges import ChatJudgeConfig, ParseConfig
 from guerdon.settings.config import ComponentConfig, JudgeConfig, RewardConfig
