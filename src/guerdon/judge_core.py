@@ -372,7 +372,12 @@ class PlanOfSingles:
             columns.append(np.add.reduceat(np.where(is_own, worth, 0.0), starts))
         if rubric.labels:
             columns += [np.maximum.reduceat(whole[row], starts) for row in (OTHER, ENTROPY)]
-        names = self._shared_names(asked) if columns else []
+        names: list[str] = []
+        if columns:  # those that each sample's own criteria have once, and nothing else has
+            rows = [[one.name for one in criteria] for criteria in asked]
+            shared = set(rows[0]).intersection(*rows[1:]) - {"", *RESERVED, *rubric.attribute_names}
+            once = [name for name in rows[0] if name in shared and all(row.count(name) == 1 for row in rows)]
+            names = once[:MOST_NAMED]
         places = [{one.name: k for k, one in enumerate(criteria)} for criteria in asked]
         columns += [whole[VALUE, starts + [place[name] for place in places]] for name in names]
         with np.errstate(over="ignore"):  # the sample fails instead
@@ -384,14 +389,6 @@ class PlanOfSingles:
             else SampleFailed(f"its criteria's weights make a reward of {reward:g}, or parts as large; send smaller")
             for reward, row, fine in zip(rewards.tolist(), table, np.isfinite(table).all(-1).tolist(), strict=True)
         ]
-
-    def _shared_names(self, asked: list[tuple[Criterion, ...]]) -> list[str]:
-        """Returns the names that each sample's own criteria have once, and nothing else has."""
-        taken = {"", *RESERVED, *self._rubric.attribute_names}
-        rows = [[one.name for one in criteria] for criteria in asked]
-        shared = set(rows[0]).intersection(*rows[1:]) - taken
-        once = [name for name in rows[0] if name in shared and all(row.count(name) == 1 for row in rows)]
-        return once[:MOST_NAMED]
 
 
 def len_with(subject: Sample | Pair, num_criteria: int) -> int:

@@ -19,7 +19,15 @@ def plain(conversation: Any) -> list[Message]:
     """
     if not isinstance(conversation, list) or not conversation:
         raise InvalidRequest("messages must be a non-empty list of objects with role and content")
-    return [_plain(message, f"message {i}") for i, message in enumerate(conversation)]
+    made: list[Message] = []
+    for i, message in enumerate(conversation):
+        where = f"message {i}"
+        if not isinstance(message, dict):
+            raise InvalidRequest(f"{where} is a {type(message).__name__}, not an object with role and content")
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequest(f"{where} needs a role, such as user or assistant")
+        made.append({**message, "content": _text(message, where)})
+    return made
 
 
 def response(conversation: Any) -> str:
@@ -76,14 +84,6 @@ def part_text(part: Any, where: str) -> str:
     if not isinstance(text, str):
         raise InvalidRequest(f'{where} is no text; send parts such as {{"type": "text", "text": "..."}} only')
     return text
-
-
-def _plain(message: Any, where: str) -> Message:
-    if not isinstance(message, dict):
-        raise InvalidRequest(f"{where} is a {type(message).__name__}, not an object with role and content")
-    if not isinstance(message.get("role"), str):
-        raise InvalidRequest(f"{where} needs a role, such as user or assistant")
-    return {**message, "content": _text(message, where)}
 
 
 def _text(message: Message, where: str) -> str:

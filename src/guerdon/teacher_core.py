@@ -166,11 +166,9 @@ class LogprobQuery:
         # The first token of a sequence of one has nothing before it, and is simply not asked.
         if first > max(tokens, 1):
             return f"start is {first}, after the end of the sample's {tokens} tokens"
-        return None if self.given is None else self._find_fault_in_given(tokens - first, vocab_size)
-
-    def _find_fault_in_given(self, num_asked: int, vocab_size: int) -> str | None:
-        given = self.given
-        assert given is not None
+        if (given := self.given) is None:
+            return None
+        num_asked = tokens - first
         if given.ndim == 2 and len(given) < num_asked:
             return f"ids are given for {len(given)} positions, and {num_asked} tokens are asked"
         if given.ndim == 2 and (given[num_asked:] != -1).any():

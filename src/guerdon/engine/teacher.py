@@ -176,7 +176,12 @@ class TeacherEngine(LanguageEngine):
         self, sequences: list[Sequence], log_weights: dict[str, float], score: _Scoring
     ) -> list[Score | SampleFailed]:
         """Returns the answers of a mixture of teachers, whose hidden states exist together, and whose logits do not."""
-        engines = [self._teacher(name) for name in log_weights]
+        engines: list[TeacherEngine] = []
+        for name in log_weights:
+            teacher = self._scorers.get(name)
+            if not isinstance(teacher, TeacherEngine) or not teacher.is_awake:
+                raise Unavailable(f"{name}, a teacher of the mixture, is unloaded or asleep; try again later")
+            engines.append(teacher)
         versions = tuple((engine.info.name, engine.info.weights_version) for engine in engines)
         found: dict[int, Score | SampleFailed] = {}
         hidden: list[list[np.ndarray]] = []
@@ -203,12 +208,6 @@ class TeacherEngine(LanguageEngine):
             if isinstance(result, Score):
                 result.answer.versions = versions
         return [found[i] for i in range(len(sequences))]
-
-    def _teacher(self, name: str) -> TeacherEngine:
-        engine = self._scorers.get(name)
-        if not isinstance(engine, TeacherEngine) or not engine.is_awake:
-            raise Unavailable(f"{name}, a teacher of the mixture, is unloaded or asleep; try again later")
-        return engine
 
     def _tables(self, hidden: Tensor, temperature: float) -> Iterator[tuple[int, Tensor]]:
         """Yields the log-probs `[u,V]` of a few states at a time, and the first state's index.
