@@ -32,13 +32,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from guerdon.distributed.layout import THREADS, Layout
 from guerdon.errors import Exit, StartError
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 log = logging.getLogger(__name__)
 
@@ -147,9 +144,13 @@ class _Launch:
 
     def run_once(self) -> _Ended | None:
         """Starts all ranks and waits until all have ended; returns the first that failed."""
+        from torch.distributed import TCPStore
+
         from guerdon.distributed.joining import interface_of
 
-        store = _listen()
+        listener = socket.create_server((_HOST, 0))
+        port, number = listener.getsockname()[1], listener.detach()
+        store = TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=number)
         # Keeps gloo off the networks.
         loopback = None if _INTERFACE in os.environ else interface_of(_HOST)
         processes = []
@@ -173,14 +174,6 @@ class _Launch:
                 ) from e
             processes.append(process)
         return _wait(processes)
-
-
-def _listen() -> TCPStore:
-    from torch.distributed import TCPStore
-
-    listener = socket.create_server((_HOST, 0))
-    port = listener.getsockname()[1]
-    return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _wait(processes: list[ForkServerProcess]) -> _Ended | None:

@@ -14,7 +14,6 @@ stays in use, and `tests/engine/test_fewer_passes.py` fails.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -39,7 +38,22 @@ class FewerPasses:
     """The replacements for a trunk's modules; none is in use before `use`."""
 
     def __init__(self, trunk: nn.Module) -> None:
-        self._forwards = [(module, MethodType(made, module)) for module, made in _made_for(trunk)]
+        self._forwards: list[tuple[nn.Module, MethodType]] = []
+        for module in trunk.modules():
+            own = module.__dict__.get("forward", type(module).forward)
+            if getattr(own, "__func__", None) in _OURS:  # another Forward has already replaced it
+                own = type(module).forward
+            made: Any = None
+            if _same_code(own, known.LlamaRMSNorm.forward) and _norms_agree():
+                made = norm
+            elif _same_code(own, known.LlamaMLP.forward) and isinstance(module.act_fn, _GATES) and _gated_agree():
+                made = gated
+            elif _rotates_as_known(own) and _rotations_agree():
+                made = _with_rotated(own)
+            elif own is type(module).forward:  # tensor parallelism gives layers a forward of their own
+                made = onednn.replacement(module)
+            if made is not None:
+                self._forwards.append((module, MethodType(made, module)))
 
     def use(self, on: bool) -> None:
         """Installs or removes the modules' replacements."""
@@ -101,24 +115,8 @@ def _product(mine: Tensor, other: Tensor) -> Tensor:
     return mine * other if torch.is_grad_enabled() else mine.mul_(other)
 
 
-def _made_for(trunk: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Yields modules of the trunk, each with a function that computes the same."""
-    for module in trunk.modules():
-        own = module.__dict__.get("forward", type(module).forward)
-        if getattr(own, "__func__", None) in _OURS:  # another Forward has already replaced it
-            own = type(module).forward
-        if _same_code(own, known.LlamaRMSNorm.forward) and _norms_agree():
-            yield module, norm
-        elif _same_code(own, known.LlamaMLP.forward) and isinstance(module.act_fn, (*_SILU, *_GELU)) and _gated_agree():
-            yield module, gated
-        elif _rotates_as_known(own) and _rotations_agree():
-            yield module, _with_rotated(own)
-        elif own is type(module).forward and onednn.replacement(module) is not None:
-            yield module, onednn.replacement(module)  # tensor parallelism gives layers a forward of their own
-
-
-_SILU = (nn.SiLU, type(ACT2FN["silu"]))
-_GELU = (type(ACT2FN["gelu_pytorch_tanh"]),)
+_GELU = type(ACT2FN["gelu_pytorch_tanh"])
+_GATES = (nn.SiLU, type(ACT2FN["silu"]), _GELU)
 _OURS: set[Any] = {norm, gated, onednn.by_dense, *onednn.REPLACEMENTS.values()}
 
 

@@ -388,7 +388,17 @@ def prepack(forward: Forward, rows: list[np.ndarray], before: list[Tensor] | Non
     as before if the states had other bits by them, or if the trunk uses its weights in ways of its own. The path
     `single` restores the plain order in each product, which loses nothing.
     """
-    layers = list(_layers(forward.trunk))
+    owners = Counter(id(p) for module in forward.trunk.modules() for p in module.parameters(recurse=False))
+    # Those that multiply as PyTorch's do, by a weight that is no other module's.
+    layers = [
+        module
+        for module in forward.trunk.modules()
+        if type(module) is nn.Linear
+        and onednn.is_plain(module)
+        and type(module.weight) is nn.Parameter
+        and owners[id(module.weight)] == 1
+        and onednn.can_reorder(module.weight.dtype)
+    ]
     if before is None:
         before = row_states(forward, forward.path, rows)
     try:
@@ -407,17 +417,3 @@ def prepack(forward: Forward, rows: list[np.ndarray], before: list[Tensor] | Non
     onednn.restore(forward.trunk)
     forward.use(forward.path)
     return False
-
-
-def _layers(trunk: nn.Module) -> Iterator[nn.Linear]:
-    """Yields the linear layers that multiply as PyTorch's do, by a weight that is no other module's."""
-    owners = Counter(id(p) for module in trunk.modules() for p in module.parameters(recurse=False))
-    for module in trunk.modules():
-        if (
-            type(module) is nn.Linear
-            and onednn.is_plain(module)
-            and type(module.weight) is nn.Parameter
-            and owners[id(module.weight)] == 1
-            and onednn.can_reorder(module.weight.dtype)
-        ):
-            yield module

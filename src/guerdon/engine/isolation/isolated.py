@@ -133,9 +133,7 @@ class IsolatedScorer:
         if isinstance(sample, np.ndarray):
             sample = sample.tolist()
         extra = {name: value for name, (value,) in self._form.read_extra([sequence]).items()}
-        return self._judge(self._pool.ask(json.dumps({"sample": sample, **extra}).encode()))
-
-    def _judge(self, report: Report) -> _Result:
+        report = self._pool.ask(json.dumps({"sample": sample, **extra}).encode())
         name = self.info.name
         if report.printed:
             log.info("%s: a sample printed %r", name, report.printed[:_MAX_LOGGED_CHARACTERS])
