@@ -97,3 +97,8 @@ def _text(message: Message, where: str) -> str:
     raise InvalidRequest(
         f"{where} needs a content that is text, or a list of text parts; only beside tool_calls it may be missing"
     )
+
+
+def shown(text: str) -> str:
+    """Returns a text for an error's message, in quotes, at most its first 40 characters."""
+    return repr(text if len(text) <= 40 else text[:40] + "...")

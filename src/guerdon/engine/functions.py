@@ -20,6 +20,7 @@ import numpy as np
 from guerdon.core import ModelInfo, Score, Sequence, Truncation
 from guerdon.distributed.parts import WHOLE, BatchParts
 from guerdon.errors import CheckpointError, ConfigError, InvalidRequest, SampleFailed, StartError, describe
+from guerdon.messages import shown
 from guerdon.settings.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -105,8 +106,7 @@ class FunctionForm:
             )
         if not text.startswith(prompt):
             return InvalidRequest(
-                f"{name} reads responses, and the text, {_shown(text)}, does not begin with its prompt, "
-                f"{_shown(prompt)}"
+                f"{name} reads responses, and the text, {shown(text)}, does not begin with its prompt, {shown(prompt)}"
             )
         return text.removeprefix(prompt)
 
@@ -362,10 +362,6 @@ def _refuse(config: ModelConfig, instead: Mapping[str, str], kind: str) -> None:
 def _is_deferred(function: Any) -> bool:
     tests = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
     return any(test(function) for test in tests)
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:40] + "...")
 
 
 def import_function(name: str) -> Callable[..., Any]:

@@ -35,12 +35,10 @@ from guerdon.kinds.compare import PlanOfPairs
 from guerdon.kinds.kind import Asks, Kind, Numbers, SampleReader, Served, Steps, Subcommand
 from guerdon.kinds.samples import find_fault as find_fault_in_sequence
 from guerdon.kinds.teachers import read_next_tokens, size_answers
-from guerdon.messages import before_response, plain, response, transcript
+from guerdon.messages import before_response, plain, response, shown, transcript
 from guerdon.settings.config import JudgeConfig
 from guerdon.settings.sources import read_server_settings
 from guerdon.teacher_core import NextTokenRequest, TokenLogprobs
-
-_SHOWN = 40
 
 _LISTS = ("criteria", "rubrics", "rubric", "rubric_items")
 """Keys of a label that hold the list, in order of preference."""
@@ -222,7 +220,7 @@ def _read_sample(judge: Rendering, request: ScoreRequest, i: int) -> Sample:
         )
     if prompt is not None and not text.startswith(prompt):
         raise InvalidRequest(
-            f"{name} judges responses, and the text, {_shown(text)}, does not begin with its prompt, {_shown(prompt)}"
+            f"{name} judges responses, and the text, {shown(text)}, does not begin with its prompt, {shown(prompt)}"
         )
     history: tuple[Message, ...] = ({"role": "user", "content": prompt},) if prompt else ()
     return Sample(text.removeprefix(prompt or ""), prompt or "", reference, criteria, history)
@@ -337,7 +335,3 @@ def make_reply(
 def _said(answer: Score | GuerdonError) -> TokenLogprobs:
     assert isinstance(answer, Score) and answer.answer is not None
     return answer.answer
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")

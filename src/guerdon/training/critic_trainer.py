@@ -64,9 +64,7 @@ class CriticTrainer(TrainableWeights):
             if config.trainable is not None or config.frozen is not None:
                 freeze(trainer_checkpoint.model_parameters(loaded), config.trainable, config.frozen)
         else:
-            targets, no_gradients = config.lora_targets, loaded.fsdp.no_gradients
-            lora.add_adapters(loaded.trunk, config.lora, config.lora_alpha, targets, no_gradients=no_gradients)
-            note = lora.describe_adapters(loaded.trunk, loaded.config.model, loaded.config.revision)
+            note = lora.add_adapters(loaded.trunk, config, loaded)
             self._files = {"adapter_config.json": trainer_checkpoint.to_json(note)}
         if config.activation_checkpointing:
             recompute_activations(loaded.trunk)

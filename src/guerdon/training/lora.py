@@ -4,45 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from guerdon.engine.checkpoint.language_models import LoadedPolicy
+from guerdon.engine.checkpoint.reward_models import LoadedModel
 from guerdon.errors import ConfigError, install_command
+from guerdon.settings.config import LearningConfig
 
 ADAPTER = "default"
 PEFT_PREFIX = "base_model.model."
 
 
 def add_adapters(
-    trunk: Any,
-    rank: int,
-    alpha: float,
-    targets: str,
-    seed: int = 0,
-    no_gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.inference_mode,
-) -> None:
+    trunk: Any, config: LearningConfig, loaded: LoadedModel | LoadedPolicy, seed: int = 0, task: str | None = None
+) -> dict[str, Any]:
     """Adds float32 adapters to linear layers of the model or trunk, in place, and freezes everything else.
 
-    `targets` is `all-linear`, or a regular expression that matches the whole name of each module to adapt. Adapters
-    start as the identity, so that outputs stay equal. The same `seed` gives the same adapters at every start, because a
-    replay after a crash must give the same weights; the global random state does not change. The model is run once
-    within `no_gradients`. Raises ConfigError if peft is not installed, matches no layer, or cannot adapt one.
+    Adapters start as the identity, so that outputs stay equal. The same `seed` gives the same adapters at every start,
+    because a replay after a crash must give the same weights; the global random state does not change. The model is run
+    once. Returns peft's `adapter_config.json`, with which `PeftModel.from_pretrained` reads the adapters, too; `task`
+    is peft's name of what they are for. Raises ConfigError if peft is not installed, matches no layer, or cannot adapt
+    one.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as e:
         raise ConfigError("lora is set, and peft is not installed", install_command("lora")) from e
-    settings = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=targets)
+    targets = config.lora_targets
+    settings = LoraConfig(r=config.lora, lora_alpha=config.lora_alpha, lora_dropout=0.0, target_modules=targets)
     # By default fork_rng initialises every GPU.
     with torch.random.fork_rng([trunk.device] if trunk.device.type == "cuda" else []):
         torch.manual_seed(seed)
         try:
             inject_adapter_in_model(settings, trunk, ADAPTER)
-            with no_gradients():
+            with loaded.fsdp.no_gradients():
                 trunk(input_ids=torch.zeros(1, 2, dtype=torch.long, device=trunk.device), use_cache=False)
         # ValueError if nothing matches, re.error, and anything that an adapter raises on an unusual layer, such as a
         # router that returns a tuple.
@@ -55,6 +55,11 @@ def add_adapters(
         parameter.requires_grad_(is_adapter(name))
         if is_adapter(name):
             parameter.data = parameter.data.float()
+    described = trunk.peft_config[ADAPTER].to_dict()
+    path, base = Path(loaded.config.model).expanduser(), loaded.config.model
+    described["base_model_name_or_path"] = str(path.resolve()) if path.is_dir() else base
+    described |= {"revision": loaded.config.revision, "task_type": task, "inference_mode": True}
+    return json.loads(json.dumps(described, default=lambda x: sorted(x) if isinstance(x, set) else str(x)))
 
 
 @contextlib.contextmanager
@@ -88,15 +93,3 @@ def adapted_share(trunk: Any) -> float:
 def to_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the trunk's adapter tensors under their names in peft's files."""
     return {PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): tensor for name, tensor in tensors.items()}
-
-
-def describe_adapters(trunk: Any, base: str, revision: str | None = None, task: str | None = None) -> dict[str, Any]:
-    """Returns peft's `adapter_config.json`, with which `PeftModel.from_pretrained` reads the adapters, too.
-
-    `base` is the folder or hub id that the model was loaded from, `task` peft's name of what it is for.
-    """
-    settings = trunk.peft_config[ADAPTER].to_dict()
-    path = Path(base).expanduser()
-    settings |= {"base_model_name_or_path": str(path.resolve()) if path.is_dir() else base, "revision": revision}
-    settings |= {"task_type": task, "inference_mode": True}
-    return json.loads(json.dumps(settings, default=lambda x: sorted(x) if isinstance(x, set) else str(x)))

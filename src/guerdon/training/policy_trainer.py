@@ -98,9 +98,7 @@ class PolicyTrainer(TrainableWeights):
         settings = {"architectures": [type(self.model).__name__]}
         self._files = trainer_checkpoint.model_files(loaded.origin, self.model.dtype, settings)
         if config.lora is not None:
-            targets, no_gradients = config.lora_targets, loaded.fsdp.no_gradients
-            lora.add_adapters(self.model, config.lora, config.lora_alpha, targets, seed, no_gradients)
-            note = lora.describe_adapters(self.model, loaded.config.model, loaded.config.revision, "CAUSAL_LM")
+            note = lora.add_adapters(self.model, config, loaded, seed, "CAUSAL_LM")
             # With a config.json the folder of an adapter would pass for a whole model's.
             del self._files["config.json"]
             self._files["adapter_config.json"] = trainer_checkpoint.to_json(note)

@@ -258,10 +258,10 @@ def read_apart(checkpoint: StoredCheckpoint, base: StoredCheckpoint) -> Apart:
         settings, tensors, head = _with_head(checkpoint, base, config, task)
         model_class = _class_of(checkpoint, base, task)
     made = dataclasses.replace(checkpoint, settings=settings, tensors=tensors | adapter.head)
-    for name in _own_tensors(adapter):
+    layers, own = {}, _own_tensors(adapter)
+    for name in own:
         if name not in head and not name.endswith((".lora_A.weight", ".lora_B.weight")):
             raise CheckpointError(f"the adapter {checkpoint.folder} also changes {name}", ALONE)
-    layers, own = {}, _own_tensors(adapter)
     with torch.random.fork_rng([]), _fitting(checkpoint, config):
         with torch.device("meta"):
             model = model_class(read_config(made))

@@ -258,9 +258,7 @@ def _head(
 # ------------------------------------------------------------------------------------------------ critics
 
 
-def load_critic(
-    config: ModelConfig, device: torch.device | None = None, *, moment_bytes: int | None = None, ranks: Ranks = ALONE
-) -> LoadedModel:
+def load_critic(config: ModelConfig, *, moment_bytes: int | None = None, ranks: Ranks = ALONE) -> LoadedModel:
     """Loads a reward model as a critic, which gives one value for each token and can be trained.
 
     A scalar head is applied to every token, as PPO starts its critic; several attributes are merged by their weights.
@@ -269,7 +267,7 @@ def load_critic(
     """
     if ":" in config.model and not Path(config.model).exists():
         raise CheckpointError(f"{config.model} is a function, and has no weights to train", STARTS)
-    loaded = load_reward_model(config, device, moment_bytes=moment_bytes, ranks=ranks, trains=True)
+    loaded = load_reward_model(config, moment_bytes=moment_bytes, ranks=ranks, trains=True)
     if not loaded.causal:
         raise CheckpointError(f"{config.model} is an encoder: a token's value would depend on later tokens", STARTS)
     if isinstance(loaded.head.module, GatedHead):

@@ -193,13 +193,26 @@ class TextEncoder:
         max_tokens: int | None = None,
         *,
         is_whole: bool = False,
+        cuts_short: bool = True,
     ) -> Steps:
         """Does what `encode` does, as a generator that tokenises about `cuts.PIECE` characters between two yields.
 
         It stops reading a text when `truncation` drops the rest, or when the text has more than `max_tokens` tokens.
-        If `is_whole`, all texts after one that gets an error get the same error, unread.
+        If `is_whole`, all texts after one that gets an error get the same error, unread. Without `cuts_short` it
+        truncates only texts that are tokenised in parts.
         """
-        return (yield from self._encode(texts, add_special_tokens, truncation, truncation, max_tokens, is_whole))
+        made: list[np.ndarray | InvalidRequest] = []
+        for group in _groups(texts):
+            if made:
+                yield
+            if len(group[0]) > cuts.PIECE:
+                made.append((yield from self._long(group[0], add_special_tokens, truncation, max_tokens)))
+            else:
+                made += self._short(group, add_special_tokens, truncation if cuts_short else None)
+            error = next((row for row in made[-len(group) :] if isinstance(row, InvalidRequest)), None)
+            if is_whole and error is not None:
+                return made + [error] * (len(texts) - len(made))
+        return made
 
     def encode_pairs(
         self, pairs: ListLike[tuple[str, str]], add_special_tokens: bool = False, truncation: Truncation | None = None
@@ -226,15 +239,16 @@ class TextEncoder:
         if template is None:
             refusal = "the tokenizer has no template for pairs that could be used; send the text as one"
             return [InvalidRequest(refusal) for _ in pairs]
-        room, of_long = None, None
+        of_long = None
         if truncation is not None and truncation.max_tokens is not None:
-            room = truncation.max_tokens - template.num_added
-            of_long = Truncation(max(room, 0) + 1, truncation.side)  # enough to know that it is too long
+            # Enough to know that it is too long.
+            of_long = Truncation(max(truncation.max_tokens - template.num_added, 0) + 1, truncation.side)
         lone = list(dict.fromkeys(first for first, second in pairs if not second))
         texts = list(dict.fromkeys(text for pair in pairs if pair[1] for text in pair))
-        rows = yield from self._encode(lone, add_special_tokens, truncation, truncation, max_tokens, is_whole)
+        rows = yield from self.encode_in_steps(lone, add_special_tokens, truncation, max_tokens, is_whole=is_whole)
         alone = dict(zip(lone, rows, strict=True))
-        rows = yield from self._encode(texts, False, None, of_long, max_tokens if room is None else None, is_whole)
+        most = max_tokens if of_long is None else None
+        rows = yield from self.encode_in_steps(texts, False, of_long, most, is_whole=is_whole, cuts_short=False)
         ids = dict(zip(texts, rows, strict=True))
         made: list[Sequence | InvalidRequest] = []
         bos = self._tokenizer.bos_token_id
@@ -410,29 +424,6 @@ class TextEncoder:
             return [encoding.ids for encoding in encodings]
         with self._lock:
             return [self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-
-    def _encode(
-        self,
-        texts: list[str],
-        add_special_tokens: bool,
-        of_short: Truncation | None,
-        of_long: Truncation | None,
-        max_tokens: int | None,
-        is_whole: bool,
-    ) -> Steps:
-        """Does what `encode_in_steps` does, with other truncation for texts that are tokenised in parts."""
-        made: list[np.ndarray | InvalidRequest] = []
-        for group in _groups(texts):
-            if made:
-                yield
-            if len(group[0]) > cuts.PIECE:
-                made.append((yield from self._long(group[0], add_special_tokens, of_long, max_tokens)))
-            else:
-                made += self._short(group, add_special_tokens, of_short)
-            error = next((row for row in made[-len(group) :] if isinstance(row, InvalidRequest)), None)
-            if is_whole and error is not None:
-                return made + [error] * (len(texts) - len(made))
-        return made
 
     def _short(
         self, texts: list[str], add_special_tokens: bool, truncation: Truncation | None
