@@ -154,9 +154,14 @@ class PlanOfPairs:
             places = [(c, order) for c in group.own for order in (0, 1)]
             self._asked += sorted(places, key=lambda place: self._pairs[place[0]][place[1]])
         self.owners = [self._pairs[c][order] for c, order in self._asked]
-        asked = [self._subject(c, order) for c, order in self._asked]
+        asked: list[Sample | Pair] = []
+        for c, order in self._asked:
+            first, second = map(self._read.__getitem__, self._pairs[c])
+            if self._compare.schedule == "reference":
+                second = Sample(first.reference, first.prompt)
+            asked.append(Pair(second, first) if order else Pair(first, second))
         check_questions(name, 0, sum(len_with(pair, len(rubric.criteria)) for pair in asked), what)
-        self.subjects: list[Sample | Pair] = [*asked]
+        self.subjects = asked
 
     def judge(self, answers: list[np.ndarray | GuerdonError]) -> Judgement:
         """Returns the samples' scores, as `Plan.judge`."""
@@ -194,12 +199,6 @@ class PlanOfPairs:
             key = (i,) if is_alone else (sample.prompt, sample.reference, None if ids is None else int(ids[i]))
             groups.setdefault(key, []).append(i)
         return [*groups.values()]
-
-    def _subject(self, c: int, order: int) -> Pair:
-        first, second = map(self._read.__getitem__, self._pairs[c])
-        if self._compare.schedule == "reference":
-            second = Sample(first.reference, first.prompt)
-        return Pair(first, second) if order == 0 else Pair(second, first)
 
     def _find_failures(self, group: _Group, failed: dict[int, GuerdonError]) -> dict[int, GuerdonError]:
         """Returns the errors of the group's samples that get no score."""

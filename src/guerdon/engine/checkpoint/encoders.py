@@ -40,10 +40,6 @@ def _classifier_pools(model: Any) -> nn.Module:
     return FirstToken(model.classifier)
 
 
-def _distilbert(model: Any) -> nn.Module:
-    return nn.Sequential(model.pre_classifier, nn.ReLU(), model.classifier)
-
-
 def _modernbert(model: Any) -> nn.Module:
     return nn.Sequential(model.head, model.classifier)
 
@@ -54,7 +50,7 @@ SEQUENCE_HEADS: dict[str, Callable[[Any], nn.Module]] = {
     "xlm-roberta": _classifier_pools,
     "camembert": _classifier_pools,
     "electra": _classifier_pools,
-    "distilbert": _distilbert,
+    "distilbert": lambda model: nn.Sequential(model.pre_classifier, nn.ReLU(), model.classifier),
     "deberta": _own_pooler,
     "deberta-v2": _own_pooler,
     "modernbert": _modernbert,
