@@ -36,7 +36,7 @@ OPTIONAL = {  # path in src/guerdon: what it imports inside a function, if the e
     "training/lora.py": "lora",
     "engine/checkpoint/merging.py": "lora",
     "training/optimiser.py": "8bit",
-    "engine/checkpoint/gguf_files.py": "gguf",
+    "engine/checkpoint/converting.py": "gguf",
     "server/tracing.py": "otel",
     "client/driver.py": "otel",
     "actor/prompt_sources.py": "data",

@@ -182,7 +182,7 @@ def eight_bit(made: Environment, folder: Path, server: RunningServer) -> None:
 
 
 def gguf(made: Environment, folder: Path, server: RunningServer) -> None:
-    from engine.checkpoint.test_gguf_files import write_gguf
+    from engine.checkpoint.test_converting import write_gguf
 
     shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
     zoo.tokenizer(zoo.language_model("llama", folder / "source", **shape))

@@ -430,8 +430,7 @@ def run_convert(args: argparse.Namespace) -> None:
     console.check_single_process("convert")
     require_modules(*SERVER_MODULES, extra="server")
     console.say(f"reading {args.FILE}")
-    from guerdon.engine.checkpoint.converting import convert_adapter, convert_gguf
-    from guerdon.engine.checkpoint.gguf_files import read_gguf
+    from guerdon.engine.checkpoint.converting import convert_adapter, convert_gguf, read_gguf
     from guerdon.engine.checkpoint.stored import open_checkpoint
 
     if Path(args.FILE).is_dir() or not (args.FILE.endswith(".gguf") or Path(args.FILE).is_file()):

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zoo
 from guerdon import cli
-from guerdon.engine.checkpoint.converting import convert_gguf
-from guerdon.engine.checkpoint.gguf_files import read_gguf
+from guerdon.engine.checkpoint.converting import convert_gguf, read_gguf
 from guerdon.errors import Exit, GuerdonError
 
 HEADS, GROUPS = 2, 1
