@@ -66,18 +66,12 @@ def fit(config: ParallelConfig, *, num_gpus: int, num_cores: int) -> Layout:
     if size == 1:
         raise ConfigError("fsdp is on, and there is one rank", "leave it out, or give --data-parallel 2 or more")
     if num_gpus and size > num_gpus:
-        raise ConfigError(
-            f"{size} ranks need a GPU each, and torch sees {num_gpus}",
-            f"{_fitting_flags(tensor_size, data_size or 1, num_gpus)}, or --device cpu",
-        )
+        # The most ranks that fit; a divisor of `tensor_size` divides the model's heads as well.
+        tensor_size = max(count for count in range(1, num_gpus + 1) if tensor_size % count == 0)
+        counts = {"tensor": tensor_size, "data": min(data_size or 1, num_gpus // tensor_size)}
+        flags = " ".join(f"--{name}-parallel {count}" for name, count in counts.items() if count > 1)
+        advice = f"give {flags}" if flags else "leave out --tensor-parallel, --data-parallel and --fsdp"
+        raise ConfigError(f"{size} ranks need a GPU each, and torch sees {num_gpus}", f"{advice}, or --device cpu")
     given = os.environ.get(THREADS, "")
     num_threads = int(given) if given.isdecimal() else max(1, num_cores // size)
     return Layout(data_size or 1, tensor_size, num_gpus > 0, num_threads)
-
-
-def _fitting_flags(tensor_size: int, data_size: int, num_gpus: int) -> str:
-    """Returns advice: the most ranks that fit; a divisor of `tensor_size` divides the model's heads as well."""
-    tensor_size = max(size for size in range(1, num_gpus + 1) if tensor_size % size == 0)
-    data_size = min(data_size, num_gpus // tensor_size)
-    flags = [f"--{name}-parallel {size}" for name, size in (("tensor", tensor_size), ("data", data_size)) if size > 1]
-    return f"give {' '.join(flags)}" if flags else "leave out --tensor-parallel, --data-parallel and --fsdp"
