@@ -17,9 +17,9 @@ import torch
 from torch import distributed
 
 from actor.runs import loop_of, without_curves
-from guerdon.actor import launch, policy_group
+from guerdon.actor import policy_group
 from guerdon.actor.rollouts import Rollout
-from guerdon.actor.training_run import Run
+from guerdon.actor.training_run import Run, train_on_ranks
 from guerdon.errors import GuerdonError
 from guerdon.settings.actors import ActorConfig
 from launched import forked
@@ -61,7 +61,7 @@ def alone(config: ActorConfig) -> Done:
 
     Run.finish = finish  # type: ignore[method-assign]
     try:
-        done.status = launch.run(config, loop_of(config))
+        done.status = train_on_ranks(config, loop_of(config))
     except GuerdonError as e:
         done.error = e
     finally:

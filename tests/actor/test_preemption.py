@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from guerdon.actor import launch
+from guerdon.actor import training_run
 from guerdon.actor.preemption import Preemption
 from guerdon.distributed.group import Group
 from guerdon.distributed.pulse import EXIT_STATUS, Pulse
@@ -129,8 +129,8 @@ def test_a_rank_lost_at_the_end_hides_no_error(
         raise RanksLost("another rank was lost")
 
     members = (Member(0, "here", 1), Member(1, "there", 2))
-    monkeypatch.setattr(launch, "start", lambda *_: Ranks(size=2, timeout_s=1.0, members=members))
-    monkeypatch.setattr(launch, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(training_run, "start", lambda *_: Ranks(size=2, timeout_s=1.0, members=members))
+    monkeypatch.setattr(training_run, "_PATIENCE_S", 0.5)
     monkeypatch.setattr(Pulse, "start", lambda _: None)
     monkeypatch.setattr(Group, "end", end)
     monkeypatch.setattr(os, "_exit", leave)
@@ -142,7 +142,7 @@ def test_a_rank_lost_at_the_end_hides_no_error(
         remote_rm=RemoteRewardConfig(RewardServer(name="even", urls=["http://localhost:1"])),
     )
     with pytest.raises(SystemExit):
-        launch.run(config, fail)
+        training_run.train_on_ranks(config, fail)
     assert exits == [EXIT_STATUS] * 2, exits  # the pulse's own, which ends the process, and what stands behind it
     told = [record for record in caplog.records if record.exc_info]
     assert [str(record.exc_info[1]) for record in told if record.exc_info] == ["all rewards are gone"]

@@ -1,11 +1,27 @@
-"""One run of an actor: its parts, steps, saves and resumes."""
+"""One run of an actor: its parts, steps, saves and resumes, in one process or on all ranks that torchrun has started.
+
+```
+rank 0                                                       every other rank
+guerdon reinforce -> train_on_ranks                          train_on_ranks
+reinforce.train       the loop, as in one process
+training_run.Run      prompts, rewards, checkpoints
+update.update
+PolicyGroup.step
+Group.execute            -- OnTrainer, its rows and loss ---->  Group.follow
+PolicyWorker.execute                                         PolicyWorker.execute
+PolicyTrainer.step    its shard of the rows                  PolicyTrainer.step
+Group.execute            <-- result --------------------------  Group.follow
+```
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
+import os
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,18 +35,24 @@ from typing import Any, TextIO, TypeVar
 import yaml
 
 from guerdon.actor import run_checkpoints, trackers
-from guerdon.actor.policy_group import PolicyGroup
+from guerdon.actor.policy_group import PolicyGroup, PolicyWorker
 from guerdon.actor.preemption import TIME_IS_UP, Preempted, Preemption, wait_for
+from guerdon.actor.prompt_sources import check_prompts
 from guerdon.actor.prompts import Prompts, check_sendable, sent_ending
 from guerdon.actor.remote_critic import RemoteCritic
 from guerdon.actor.remote_teacher import RemoteTeacher
 from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.actor.run_metrics import METRICS, rollout_metrics, save_curves, timed
+from guerdon.distributed.group import Group
+from guerdon.distributed.pulse import EXIT_STATUS, Pulse
+from guerdon.distributed.ranks import start
+from guerdon.distributed.stopping import asking
 from guerdon.durable import locked, make_folder
-from guerdon.errors import ConfigError, RewardsFailed
+from guerdon.errors import ConfigError, RanksLost, RewardsFailed
 from guerdon.settings.actors import ActorConfig, RewardedRunConfig, get_remote, resolve_schedule
 
 T = TypeVar("T")
+Config = TypeVar("Config", bound=ActorConfig)
 
 Score = Callable[[list[Rollout], Callable[[], None]], None]
 
@@ -46,6 +68,8 @@ _VALIDATION = 0
 """The step in the seed of validation's responses, constant so that they are always drawn by the same numbers."""
 _NUM_RECENT = 3
 """The next step is expected to take as long as the longest of so many last steps."""
+_PATIENCE_S = 5.0
+"""Seconds for the pulse to log a loss and end the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,6 +425,38 @@ class Run:
         self._metrics |= metrics
 
 
+def train_on_ranks(config: Config, train: Callable[[Config, PolicyGroup | None], RunSummary]) -> int:
+    """Trains, with all ranks if there are several; returns the exit status.
+
+    Raises what `train` raises, and StartError if the ranks do not find each other. The other ranks take all settings
+    but `parallel` and `policy.device` from rank 0, and exit with 0 however its run ends. If a rank is lost, all others
+    end at once with EXIT_STATUS.
+    """
+    ranks = start(config.parallel, config.policy.device)
+    if ranks.size == 1:
+        return train(config, None).exit_status
+    pulse = Pulse(ranks)
+    pulse.start()
+    try:
+        if not ranks.is_leader:
+            with asking(pulse.ask_to_stop, for_good=True):
+                Group(PolicyWorker(ranks, pulse.tick), ranks, pulse).follow()
+            return 0
+        group = PolicyGroup(ranks, pulse)
+        pulse.on_lost = lambda _: _log_lost_rank(group.error, config.run.output_dir)
+        with group as policy:
+            check_prompts(config.data)
+            return train(config, policy).exit_status
+    except RanksLost as e:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The pulse logs the loss and ends this process: Python's own exit would wait for threads that may hang in a
+        # collective.
+        pulse.verdict(e)
+        time.sleep(_PATIENCE_S)
+        os._exit(EXIT_STATUS)
+
+
 def _lock(folder: Path) -> TextIO:
     """Creates the folder and takes its lock."""
     try:
@@ -410,3 +466,10 @@ def _lock(folder: Path) -> TextIO:
         raise ConfigError(f"another run is using {folder}", "stop it, or set another run.output_dir") from e
     except OSError as e:
         raise ConfigError(f"cannot write to {folder}: {e.strerror}", "set another run.output_dir") from e
+
+
+def _log_lost_rank(error: BaseException | None, output_dir: str) -> None:
+    """Logs where the run resumes, after the error that it was about to end with, which is logged nowhere else."""
+    if error is not None and not isinstance(error, RanksLost):
+        log.critical("the run was about to end with this error when a rank was lost:", exc_info=error)
+    log.critical("the run ends here; the same command resumes from the newest checkpoint in %s", output_dir)

@@ -172,7 +172,7 @@ _SERVER_MODULES = (
     "guerdon.training.critic_trainer", *_MODELS,
 )  # fmt: skip
 _ACTOR_MODULES = (
-    "guerdon.actor.launch", "guerdon.actor.reinforce", "guerdon.actor.ppo", "guerdon.actor.distill", *_MODELS,
+    "guerdon.actor.reinforce", "guerdon.actor.ppo", "guerdon.actor.distill", *_MODELS,
 )  # fmt: skip
 """The slow imports of a rank, preloaded only to start it faster."""
 
@@ -359,9 +359,9 @@ def _train(config: ActorConfig) -> int:
     if wants_ranks(config.parallel):
         return _launch(config.parallel, config.policy.device, functools.partial(_train, config), _ACTOR_MODULES)
     console.say(f"loading {describe_run(config)}")  # before torch is imported, which takes seconds
-    from guerdon.actor import launch
+    from guerdon.actor.training_run import train_on_ranks
 
-    return launch.run(config, import_module(f"guerdon.actor.{config.ALGORITHM}").train)
+    return train_on_ranks(config, import_module(f"guerdon.actor.{config.ALGORITHM}").train)
 
 
 # doctor, check, convert, completion
