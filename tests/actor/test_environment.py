@@ -13,7 +13,7 @@ import zoo
 from actor import environments
 from actor.rollouts import rollout
 from actor.runs import parts, tiny_policy
-from guerdon.actor.environment import check_environment
+from guerdon.actor.generation import check_environment
 from guerdon.actor.experience import Experience, measure
 from guerdon.actor.generation import TransformersGenerator
 from guerdon.actor.ppo import ppo_advantages

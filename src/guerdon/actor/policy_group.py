@@ -14,8 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar, Unpack
 
-from guerdon.actor.environment import check_environment
-from guerdon.actor.generation import Generation, Generator, TransformersGenerator, make_generator
+from guerdon.actor.generation import Generation, Generator, TransformersGenerator, check_environment, make_generator
 from guerdon.actor.preemption import Preemption
 from guerdon.actor.rollouts import Draw, Prompt, Rollout
 from guerdon.core import Command
