@@ -13,9 +13,8 @@ import zoo
 from actor import environments
 from actor.rollouts import rollout
 from actor.runs import parts, tiny_policy
-from guerdon.actor.generation import check_environment
 from guerdon.actor.experience import Experience, measure
-from guerdon.actor.generation import TransformersGenerator
+from guerdon.actor.generation import TransformersGenerator, check_environment
 from guerdon.actor.ppo import ppo_advantages
 from guerdon.actor.rollouts import Prompt, Rollout
 from guerdon.actor.update import update

@@ -89,10 +89,9 @@ class CriticGroup:
         load_beside(self._critic, local_path)
 
     def start_profile(self, **_: Any) -> None:
-        """Does nothing: the server has its own metrics."""
+        """Does nothing, as `stop_profile`: the server has its own metrics."""
 
-    def stop_profile(self, **_: Any) -> None:
-        """Does nothing."""
+    stop_profile = start_profile
 
     def _infer(self, tokens: list[np.ndarray]) -> list[np.ndarray]:
         return self._critic.infer(tokens=tokens).raise_for_failed().values
