@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 63_032,
-    "files of src": 317,
-    "lines of tests": 83_528,
-    "modules with one importer": 70,
+    "lines of src": 62_999,
+    "files of src": 315,
+    "lines of tests": 83_527,
+    "modules with one importer": 69,
     "private functions that one place calls": 559,
     "imports, % of the lines": 6.7,
     "public classes with two homes": 0,
