@@ -39,6 +39,9 @@ _NUMBER_BYTES = 4
 _TRIMMED_BYTES = 64 << 20
 _TRIMMED_AFTER_S = 1.0
 """So long after so many bytes are given back, free memory is returned: by then nothing refers to them any longer."""
+_LARGE_BYTES = 1 << 20
+_IDLE_S = 10.0
+"""So long after the last large body, whose answer may be many times its tensors as text, free memory is returned."""
 
 Decoder = Callable[[Info], tuple[InferRequest | None, Any]]
 """Returns the tensors and the model's request, each None if absent."""
@@ -68,6 +71,13 @@ class Exchange(Protocol[ReplyT]):
         ...
 
 
+def _trim_after(delay_s: float) -> threading.Timer:
+    timer = threading.Timer(delay_s, trim)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
 class Gate:
     """Counts requests in progress, and the bytes of their bodies, over all transports, and bounds both.
 
@@ -82,16 +92,19 @@ class Gate:
         self.bytes = Shares(max(config.max_bodies_mb, least_mb) << 20, clients)
         self.max_body_bytes = config.max_body_mb << 20
         self._num_given = 0
+        self._when_idle: threading.Timer | None = None
 
     def give_bytes(self, client: str, num_bytes: int) -> None:
-        """Counts these bytes as held no longer; after many the C library, too, must give its free memory back."""
+        """Counts these bytes as held no longer; the C library, too, must give back many, and what is left in the end."""
         self.bytes.give(client, num_bytes)
         self._num_given += num_bytes
         if self._num_given >= _TRIMMED_BYTES:
             self._num_given = 0
-            timer = threading.Timer(_TRIMMED_AFTER_S, trim)
-            timer.daemon = True
-            timer.start()
+            _trim_after(_TRIMMED_AFTER_S)
+        elif num_bytes >= _LARGE_BYTES:
+            if self._when_idle is not None:
+                self._when_idle.cancel()
+            self._when_idle = _trim_after(_IDLE_S)
 
 
 class Place:
