@@ -95,7 +95,7 @@ class Gate:
         self._when_idle: threading.Timer | None = None
 
     def give_bytes(self, client: str, num_bytes: int) -> None:
-        """Counts these bytes as held no longer; the C library, too, must give back many, and what is left in the end."""
+        """Counts these bytes as held no longer; the C library must give back many, and the rest in the end."""
         self.bytes.give(client, num_bytes)
         self._num_given += num_bytes
         if self._num_given >= _TRIMMED_BYTES:
