@@ -174,7 +174,7 @@ def test_the_forms_route_and_mix(server: RunningServer, logits: dict[str, list[t
 
 
 def test_concurrent_mixtures_in_both_orders_have_the_same_bits(server: RunningServer) -> None:
-    """Of two teachers each is the first in one mixture, alone and beside others; without kernels they are near."""
+    """Of two teachers each is the first in one mixture, alone and beside others; without kernels it is close."""
     rows = [row for row in ROWS for _ in range(3)]
     orders = [{"teacher": 1, "maths": 2}, {"maths": 2, "teacher": 1}]
     with TeacherClient(server.http_url) as client:

@@ -19,7 +19,7 @@ from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.wire import kserve, schema
 from guerdon.wire.tensors import DTYPES, InferRequest, Tensor, pad_rows
 
-if TYPE_CHECKING:  # every command imports this module, and few the client
+if TYPE_CHECKING:  # every command imports this module; few need the client
     from guerdon.client.calls import ModelSignature
 
 LENGTH_HEADER = "inference-header-content-length"

@@ -125,7 +125,7 @@ class Reading:
     async def make_sequences(self, rows: Rows, request: ScoreRequest, cut: Truncation | None, served: Served) -> Asks:
         """Returns a sequence for each row, and what is wrong with it, if anything."""
         work = functools.partial(_to_sequences, rows, request, cut, served.info)
-        asked = Asks(served, *(await self.run(work) if len(rows) > MANY_ROWS else work()))
+        asked = Asks(served, *await self.run_over(len(rows), work))
         for one in asked.sequences if served.info.shared_base else ():
             one.adapter = served.index  # type: ignore[attr-defined]
         return asked

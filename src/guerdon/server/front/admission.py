@@ -41,7 +41,7 @@ _TRIMMED_AFTER_S = 1.0
 """So long after so many bytes are given back, free memory is returned: by then nothing refers to them any longer."""
 _LARGE_BYTES = 1 << 20
 _IDLE_S = 10.0
-"""So long after the last large body, whose answer may be many times its tensors as text, free memory is returned."""
+"""So long after the last large body, too, since the text of an answer may be many times its tensors."""
 
 Decoder = Callable[[Info], tuple[InferRequest | None, Any]]
 """Returns the tensors and the model's request, each None if absent."""
@@ -95,7 +95,7 @@ class Gate:
         self._when_idle: threading.Timer | None = None
 
     def give_bytes(self, client: str, num_bytes: int) -> None:
-        """Counts these bytes as held no longer; the C library must give back many, and the rest in the end."""
+        """Counts these bytes as held no longer; after many, and after the last, free memory goes back to the system."""
         self.bytes.give(client, num_bytes)
         self._num_given += num_bytes
         if self._num_given >= _TRIMMED_BYTES:
@@ -239,8 +239,7 @@ class Visit(Place):
     def find(self, name: str, version: str = "") -> Info:
         """Finds the model or operation of that name; raises UnknownModel, Forbidden if the role does not allow it."""
         self._asked_name = name
-        self.label = name if name in self._names else UNKNOWN
-        tracing.tell(model=self.label)
+        self.count_as(name if name in self._names else UNKNOWN)
         info = self._service.catalog.model(name, version)
         self._is_operation = isinstance(info, OperationInfo)
         if self._is_operation:

@@ -44,7 +44,7 @@ export function difference(x, digits = 1) {
   return text.startsWith("\u2212") ? text : `+${text}`;
 }
 
-/** Formats a share of one as a percentage; with `digits`, which axes give, a round number that no other may equal. */
+/** Formats a share of one as a percentage; with `digits`, as axes ask for it, exactly, so that ticks differ. */
 export function percent(x, digits) {
   if (!isNumber(x)) return NOTHING;
   const p = x * 100;
