@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 63_012,
+    "lines of src": 63_011,
     "files of src": 315,
     "lines of tests": 83_527,
     "modules with one importer": 69,
