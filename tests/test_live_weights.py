@@ -224,6 +224,7 @@ def test_what_is_asked_wrongly_is_said(server: RunningServer) -> None:
         refused("/update_weights?update_id=other", 400, "another began since", content=b"x")
         for file in ("../secret", "/etc/passwd", "nothing"):
             refused("/update_weights", 400, "no file", json={"update_info": {"file": file}})
+        refused("/update_weights", 400, "update_info", json={"update_info": []})
 
 
 def test_updates_need_the_setting_and_the_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

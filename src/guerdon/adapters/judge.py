@@ -56,7 +56,8 @@ class JudgeClient:
         whose `prompts` it has made. Logs a warning if they do not, or if texts lack the template.
         """
         started = time.monotonic()
-        for _ in range(2):
+        is_second = False  # no third: replicas may have different versions for longer
+        while True:
             if self._must_learn(samples):
                 try:
                     self._learn(self._client.config())
@@ -64,9 +65,9 @@ class JudgeClient:
                     self._learn_nothing(e)
                 samples["timeout_s"] = self._time_left(started)
             scores = self._client.score(**self._completed(samples, completes))
-            if not self._has_changed(scores):
-                break
-        return scores
+            if not self._has_changed(scores) or is_second:
+                return scores
+            is_second = True
 
     def score_in_queue(self, *, completes: bool = False, **samples: Unpack[ScoreArgs]) -> Scores:
         """Scores as `score` does, but fails at once if the call just before found no server in time."""
@@ -89,7 +90,8 @@ class JudgeClient:
             self._by_loop[loop] = AsyncRewardClient(url, model, policy=self._policy, credentials=self._credentials)
         client = self._by_loop[loop]
         started = time.monotonic()
-        for _ in range(2):
+        is_second = False  # no third: replicas may have different versions for longer
+        while True:
             if self._must_learn(samples):
                 try:
                     self._learn(await client.config())
@@ -97,9 +99,9 @@ class JudgeClient:
                     self._learn_nothing(e)
                 samples["timeout_s"] = self._time_left(started)
             scores = await client.score(**self._completed(samples, completes))
-            if not self._has_changed(scores):
-                break
-        return scores
+            if not self._has_changed(scores) or is_second:
+                return scores
+            is_second = True
 
     def _must_learn(self, samples: ScoreArgs) -> bool:
         return not self._has_learned and ("texts" in samples or "tokens" in samples)

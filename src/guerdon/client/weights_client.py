@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import sys
@@ -69,18 +68,20 @@ class WeightsClient:
             return None
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         ends = time.monotonic() + self._policy.timeout_s
-        for attempt in itertools.count(1):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 made = self._update(pairs, version)
-                break
             except GuerdonError as e:
                 delay_s = self._policy.next_delay(attempt, e, random.Random())
                 is_wrong = isinstance(e, Unreachable) and not self._has_answered
                 if delay_s is None or is_wrong or iter(pairs) is pairs or time.monotonic() + delay_s > ends:
                     raise
                 time.sleep(delay_s)
-        self._num_calls = 0
-        return made
+            else:
+                self._num_calls = 0
+                return made
 
     def _update(self, pairs: Iterable[tuple[str, Any]], version: str | None) -> str:
         self._post("/init_weight_transfer_engine", {"init_info": self._settings})  # a server that restarted forgot it

@@ -96,6 +96,7 @@ def bradley_terry(pairs: np.ndarray, verdicts: np.ndarray, num_players: int) -> 
         for rows, columns, sign in ((first, first, 1), (second, second, 1), (first, second, -1), (second, first, -1)):
             np.add.at(curvature, (rows, columns), sign * expected * (1 - expected))
         step = np.linalg.solve(curvature, gradient)
+        reached = best
         for _ in range(_MAX_HALVINGS):
             if (reached := likelihood(strengths + step)) >= best - _SLACK * abs(best):
                 break

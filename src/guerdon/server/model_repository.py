@@ -186,14 +186,15 @@ class Repository:
         if ":" in source:
             raise InvalidRequest(f"{source!r} is not the name of a folder in the model repository")
         root = self._root.expanduser().resolve()
+        missing = InvalidRequest(f"there is no folder {source!r} in the model repository")
         try:
             folder = (root / source).resolve(strict=True)
             files = [folder, *(file.resolve() for file in folder.rglob("*"))]
             is_there = folder.is_dir() and all(file.is_relative_to(root) for file in files)
         except (OSError, ValueError, RuntimeError):  # missing; an invalid name; a circle of links
-            is_there = False
+            raise missing from None
         if not is_there:
-            raise InvalidRequest(f"there is no folder {source!r} in the model repository")
+            raise missing
         if (folder / "adapter_config.json").exists() and config.base is None and not _has_base_in(root, folder):
             raise Forbidden(
                 f"{source!r} is an adapter whose base model is not in the model repository: start the server with "

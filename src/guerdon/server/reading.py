@@ -137,13 +137,13 @@ class Reading:
             prompts = request.prompts or []
             return prompts, [_begun(text, prompt) for prompt, text in zip(prompts, texts, strict=True)]
         assert isinstance(encoder, Tokenizer)
+        render = functools.partial(_render_prompts, encoder)
         if request.texts is None:
             whole = await self.run_in_parts(conversations, lambda some: [*map(encoder.render, some)])
             conversations = [before_response(one) for one in conversations]
-        rendered = await self.run_in_parts(conversations, functools.partial(_render_prompts, encoder))
-        if request.texts is not None:
-            whole = [p if isinstance(p, InvalidRequest) else p + t for p, t in zip(rendered, texts, strict=True)]
-        return rendered, whole
+            return await self.run_in_parts(conversations, render), whole
+        rendered = await self.run_in_parts(conversations, render)
+        return rendered, [p if isinstance(p, InvalidRequest) else p + t for p, t in zip(rendered, texts, strict=True)]
 
     async def read_text(self, served: Served, request: ScoreRequest, cut: Truncation | None) -> Rows:
         """Tokenises in steps, so that the clients' turns are short; stops at the next step if cancelled."""

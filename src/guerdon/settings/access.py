@@ -105,13 +105,14 @@ def check_reach(config: AccessConfig, host: str) -> None:
 def check_traces_endpoint(url: str) -> None:
     """Raises ConfigError if `url` cannot be the address of an OpenTelemetry collector."""
     shown = strip_credentials(url)
+    wrong = ConfigError(f"traces is {shown!r}", "give a collector's OTLP/HTTP address, such as http://127.0.0.1:4318")
     try:
         parts = urlsplit(url)
         is_fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        is_fine = False
+        raise wrong from None
     if not is_fine or parts.query or parts.fragment:
-        raise ConfigError(f"traces is {shown!r}", "give a collector's OTLP/HTTP address, such as http://127.0.0.1:4318")
+        raise wrong
     if parts.username is not None:
         raise ConfigError(
             f"traces is {shown!r} preceded by a name or a key",

@@ -150,6 +150,7 @@ def check_values(texts: Sequence[Octets], what: str) -> None:
     """Raises InvalidRequest if the JSON texts have more than MAX_VALUES values, or MAX_CONTAINERS, together."""
     if sum(map(len, texts)) <= MAX_CONTAINERS:  # shorter texts cannot have so many
         return
+    num_values = num_containers = 0
     for count in (_Marks.near, _Marks.of):  # most texts have few marks, also if those within strings count
         marks = sum(map(count, texts), _Marks())
         num_values, num_containers = marks.num_values, marks.lists + marks.objects

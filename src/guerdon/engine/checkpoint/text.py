@@ -115,8 +115,9 @@ class TextEncoder:
 
         Raises ConfigError if conversations cannot be rendered as `rendering` says.
         """
+        path = rendering.chat_template
         try:
-            template = None if (path := rendering.chat_template) is None else Path(path).read_text(encoding="utf-8")
+            template = None if path is None else Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:
             raise ConfigError(f"chat_template {path} cannot be read: {e}", "name a file with a Jinja template") from e
         tokenizer, proofs = load_tokenizer(folder, warns=warns, chat_template=template)

@@ -274,7 +274,7 @@ class Loop:
 
     def _compute(self, model: str, batch: Batch) -> None:
         started = time.monotonic()
-        halving: Halving | None = None
+        halving, error = None, None
         counts = batch.jobs() if self._traces is not None else {}
         parts = {job.traced: count for job, count in counts.items() if job.traced is not None}
         traces, size = self._traces if parts else None, (len(batch.entries), batch.num_tokens)
@@ -285,7 +285,7 @@ class Loop:
             except BaseException as e:  # SystemExit as well: a user's function must not end this thread
                 halving = Halving(self._group, model)
                 error = halving.judge(batch, e)
-            if halving is not None:  # outside of the handler, so that the error's frames are free
+            if halving is not None and error is not None:  # outside of the handler, so that the error's frames are free
                 scored = halving.split(batch, error)
             scored = Halving(self._group, model).mend(batch, scored)
             if traced is not None:

@@ -107,6 +107,7 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         request, caller, error, kind = HttpRequest(scope, receive), None, None, None
+        reply: Reply | None = None
         try:
             caller = self.guard.admit(request)
             if caller is not None and self._has_keys and (connection := scope.get(CONNECTION)) is not None:
@@ -131,7 +132,8 @@ class App:
             self._metrics.client_request_done(caller.name, kind)
         if request.has_left or isinstance(error, Cancelled):
             return
-        if error is not None:
+        if reply is None:
+            assert error is not None
             await self._refuse(error, request, send)
         elif isinstance(reply[2], Stream):
             await self._send_stream(reply, reply[2].place, request, send)
@@ -390,6 +392,7 @@ class _Handlers:
         is_json = request.headers.get(b"content-type", b"").startswith(b"application/json")
         with Place(self._admission.gate, request.caller.name) as place:
             body = await request.read_body(place, self._config)
+            missing: int | None = None
             sources: list[Any] = bodies.read(body, vllm_control.UpdateBody).files() if is_json else [body]
             async with updates.lock(name):
                 for source in sources:

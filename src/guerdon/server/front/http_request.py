@@ -115,7 +115,7 @@ class HttpRequest:
                 raise InvalidRequest("Inference-Header-Content-Length must be an integer from 0 up")
             self.json_length = int(value)
         loop = asyncio.get_running_loop()
-        ends = loop.time() + limits.request_timeout_s
+        ends = more_by = loop.time() + limits.request_timeout_s
         body = bytearray()
         has_more = True
         try:

@@ -94,7 +94,7 @@ class UpdateBody(msgspec.Struct, kw_only=True):
     """Tensors, in one file or several; the body may be safetensors itself instead."""
 
     example: ClassVar[str] = '{"update_info": {"file": "step-10.safetensors"}}'
-    update_info: UpdateInfo | list[UpdateInfo]
+    update_info: UpdateInfo | Annotated[list[UpdateInfo], Meta(min_length=1)]
 
     def files(self) -> list[str]:
         """Returns the files' names."""
