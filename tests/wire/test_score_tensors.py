@@ -74,6 +74,7 @@ def test_hints_steps_and_parameters():
     assert asked.prompt_lengths.tolist() == [2, 1]
     assert [row.tolist() for row in asked.steps] == [[0, 2], [1]]
     assert asked.timeout_s == 1.5
+    to_request(request(sentences=["a"], parameters={"sequence_id": 3, "triton_empty": True}), INFO)  # Triton's own
     levels = [to_request(request(sentences=["a"], parameters={"priority": n}), INFO).priority for n in (1, 2, 0)]
     assert levels == sorted(levels, reverse=True)
     assert levels[-1] == 0
@@ -109,6 +110,7 @@ def test_hints_steps_and_parameters():
         ({"sentences": ["a"], "step_positions": np.array([1])}, r"'step_positions' must have shape \[1, K\]"),
         ({"sentences": ["a"], "parameters": {"timeout": "5"}}, "parameter 'timeout' is '5'"),
         ({"sentences": ["a"], "parameters": {"priority": -1}}, "parameter 'priority' is -1"),
+        ({"sentences": ["a"], "parameters": {"temprature": 2}}, "unknown parameter 'temprature'; requests take timeo"),
         ({"sentences": ["a"], "outputs": ["nonsense"]}, "unknown output 'nonsense'; model 'rm' gives rewards"),
     ],
 )

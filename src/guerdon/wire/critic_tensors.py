@@ -51,7 +51,7 @@ def to_request(request: InferRequest, info: OperationInfo) -> TrainRequest | Con
 
     A train request without an id has an empty one. The critic itself checks the numbers.
     """
-    check_names(request.inputs, request.outputs, info)
+    check_names(request, info)
     if info.operation in (Operation.TRAIN, Operation.VALIDATE):
         return _train_request(request, info)
     control = ControlRequest(info.operation, timeout_s=request.timeout_s)

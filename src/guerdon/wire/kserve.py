@@ -11,7 +11,7 @@ from guerdon.core import ScoreReply, ScoreRequest
 from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, OperationInfo, TrainReport, TrainRequest
 from guerdon.errors import GuerdonError, InvalidRequest, Unsupported
 from guerdon.wire import bodies, critic_tensors, score_tensors, tensors
-from guerdon.wire.schema import PARAMETERS, Info
+from guerdon.wire.schema import ALL_PARAMETERS, Info
 from guerdon.wire.tensors import DTYPES, MAX_DIMENSION, MAX_RANK, InferReply, InferRequest, Tensor
 
 Head = TypeVar("Head", bound="RequestBody | ReplyBody")
@@ -54,7 +54,7 @@ class RequestBody(msgspec.Struct, omit_defaults=True):
     example = '{"inputs": [...]}'
     inputs: list[TensorBody] | None = None
     outputs: list[OutputBody] | None = None
-    parameters: Annotated[dict[str, Any] | None, Meta(extra_json_schema={"properties": PARAMETERS})] = None
+    parameters: Annotated[dict[str, Any] | None, Meta(extra_json_schema=ALL_PARAMETERS)] = None
     id: str | int | None = ""
 
 

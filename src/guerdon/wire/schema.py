@@ -242,6 +242,9 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "hidden_dtype": {"type": "string", "enum": ["bfloat16"], "description": "rounds a teacher's hidden states"},
 }
 """The parameters of a request, as JSON schemas."""
+IGNORED = "^(sequence|triton)_"
+"""Triton's own parameters, which its clients add and which change nothing here, as a pattern."""
+ALL_PARAMETERS = {"properties": PARAMETERS, "patternProperties": {IGNORED: {}}, "additionalProperties": False}
 
 
 @lru_cache(maxsize=64)

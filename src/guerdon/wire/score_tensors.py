@@ -51,7 +51,7 @@ def to_request(request: InferRequest, info: ModelInfo) -> ScoreRequest:
     if raw_text is not None:
         raw_text.name = schema.SENTENCES.name
         inputs[raw_text.name] = raw_text
-    check_names(request.inputs, request.outputs, info)
+    check_names(request, info)
     contents = inputs.keys() & _CONTENTS
     is_teacher = schema.LOGPROBS.has(info)
     # To a teacher, sentences may be responses to messages.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from msgspec import Meta
@@ -10,7 +10,9 @@ from msgspec import Meta
 from guerdon.core import SAME_BITS, ModelInfo
 from guerdon.critic_core import Operation, OperationInfo
 from guerdon.errors import InvalidRequest
-from guerdon.wire.schema import MESSAGES, SENTENCES, Field, Info, inputs_of, outputs_of
+from guerdon.wire.bodies import shown
+from guerdon.wire.schema import IGNORED, MESSAGES, PARAMETERS, SENTENCES, Field, Info, inputs_of, outputs_of
+from guerdon.wire.tensors import InferRequest
 
 MODEL_VERSION = "1"
 """The only version of every model; new weights change its weights_version instead."""
@@ -132,19 +134,22 @@ def config(info: Info, max_batch_size: int) -> TritonConfig:
     }
 
 
-def check_names(inputs: Iterable[str], outputs: Iterable[str] | None, info: Info) -> None:
-    """Raises InvalidRequest for the first unknown input or requested output."""
+def check_names(request: InferRequest, info: Info) -> None:
+    """Raises InvalidRequest for the first unknown input, requested output or parameter."""
     accepted = inputs_of(info)
-    for name in inputs:
+    for name in request.inputs:
         if name not in accepted:
             refusal = f"unknown input '{name}'; model '{info.name}' takes {', '.join(accepted)}"
             if name in _TEXTS and isinstance(info, ModelInfo) and not info.takes_text:
                 refusal += f": {why_no_text(info)}"
             raise InvalidRequest(refusal)
     known = outputs_of(info)
-    for name in outputs or ():
+    for name in request.outputs or ():
         if name not in known:
             raise InvalidRequest(f"unknown output '{name}'; model '{info.name}' gives {', '.join(known)}")
+    for name in request.parameters:
+        if name not in PARAMETERS and not re.match(IGNORED, name):
+            raise InvalidRequest(f"unknown parameter {shown(name)}; requests take {', '.join(PARAMETERS)}")
 
 
 def why_no_text(info: ModelInfo) -> str:
