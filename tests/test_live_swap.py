@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
 import shutil
 import signal
@@ -195,6 +196,17 @@ def test_two_trainers_at_once(base: Path, tmp_path: Path) -> None:
         served_version, rewards = score(server.http_url)
         assert served_version == version
         np.testing.assert_allclose(rewards, zoo.reference(written(base, tmp_path / "new", new), ROWS), atol=1e-5)
+
+
+def test_an_average_is_with_what_serves_and_not_with_an_earlier_saves_shards(base: Path, tmp_path: Path) -> None:
+    new, own = changed(base), load_file(base / "model.safetensors")
+    save_file({name: 9 * tensor for name, tensor in own.items()}, base / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(own, "model-00001-of-00001.safetensors")}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    mean = written(base, tmp_path / "mean", {name: (own[name] + new[name]) / 2 for name in own})
+    with served(base) as (server, _):
+        WeightsClient(server.http_url, ema=0.5)(new)
+        np.testing.assert_allclose(score(server.http_url)[1], zoo.reference(mean, ROWS), atol=1e-5)
 
 
 def test_a_folder_that_was_deleted_or_written_to_meanwhile(base: Path) -> None:

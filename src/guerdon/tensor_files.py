@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 ITEM_BYTES = {
@@ -32,6 +33,26 @@ class TensorBytes:
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
+
+
+def named_files(folder: Path, name: str) -> list[str]:
+    """Returns the name if that file is there, or a link, else the names of the shards in its index; empty without one.
+
+    An index beside the whole file is of an earlier save. Raises ValueError if it is read and malformed, or if a shard
+    is in another folder.
+    """
+    path, index = folder / name, folder / f"{name}.index.json"
+    if path.is_file() or path.is_symlink():
+        return [name]
+    if not (index.is_file() or index.is_symlink()):
+        return []
+    try:
+        shards = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        if shards and all(Path(shard).name == shard for shard in shards):
+            return shards
+    except (OSError, KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{index} is malformed: {e}") from e
+    raise ValueError(f"{index} names no shards in its folder")
 
 
 def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:

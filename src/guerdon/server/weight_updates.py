@@ -179,10 +179,8 @@ def _keep(update: _Update, tensors: dict[str, TensorBytes], ema: float) -> None:
 def _begin(base: Path, folder: Path) -> _Update:
     """Returns an update of the checkpoint `base`, whose other files it copies; raises InvalidRequest, StorageFailed."""
     try:
-        index, file_names = base / _INDEX, ["model.safetensors"]
-        if index.is_file():
-            file_names = sorted({*json.loads(index.read_text())["weight_map"].values()})
-        if not all((base / name).is_file() for name in file_names):
+        file_names = tensor_files.named_files(base, "model.safetensors")  # those that serve
+        if not file_names or not all((base / name).is_file() for name in file_names):
             raise InvalidRequest(f"live weights need a checkpoint of model.safetensors, and {base.name} has none")
         wanted = {name: tensor for file in file_names for name, tensor in _read(base / file).items()}
         for path in base.iterdir():

@@ -18,6 +18,7 @@ from guerdon.engine.checkpoint import faults
 from guerdon.engine.checkpoint.digests import digest_files
 from guerdon.engine.checkpoint.tokenizer_files import PIPELINE, TEKKEN, TOKENIZER_FILES
 from guerdon.errors import CheckpointError, first_line
+from guerdon.tensor_files import named_files
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 NOT_WEIGHTS = re.compile(
@@ -411,20 +412,15 @@ def _weight_files(folder: Path) -> list[Path]:
 def _named_files(folder: Path, names: tuple[str, ...]) -> list[Path]:
     """Returns the first of the files that exists, or the shards of its index; a dangling link counts as existing."""
     for name in names:
-        path, index = folder / name, folder / f"{name}.index.json"
-        if _is_there(path):
-            return [path]
-        if _is_there(index):
+        index = folder / f"{name}.index.json"
+        try:
+            found = named_files(folder, name)
+        except ValueError as e:
             faults.check_file(index)
-            try:
-                shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-                # Refuse paths that lead out of the folder.
-                if not shards or any(Path(shard).name != shard for shard in shards):
-                    raise ValueError
-            except (ValueError, KeyError, TypeError, AttributeError) as e:
-                raise CheckpointError(f"{index} is malformed", _AGAIN) from e
-            _check_all_exist(folder, shards, f"that {index.name} names")
-            return [folder / shard for shard in shards]
+            raise CheckpointError(f"{index} is malformed", _AGAIN) from e
+        if found:
+            _check_all_exist(folder, found, f"that {index.name} names")
+            return [folder / path for path in found]
     return []
 
 
