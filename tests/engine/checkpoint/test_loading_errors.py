@@ -98,12 +98,23 @@ def test_a_missing_head_is_never_made_up(tmp_path: Path, name: str) -> None:
     assert "classifier" in message or "without a reward head" in message
 
 
+def test_what_transformers_raises_names_the_cause(llama: Path, tmp_path: Path) -> None:
+    zoo.configure(llama, rope_parameters={"rope_type": "nobodys", "rope_theta": 1.0})
+    assert "cannot build a LlamaModel of these files: KeyError: 'nobodys'; correct config.json" in refused(llama)
+    experts = zoo.checkpoint("mixtral", tmp_path / "experts")
+    rewrite(experts, lambda state: state.pop("model.layers.0.block_sparse_moe.experts.1.w1.weight"))
+    assert "cannot build a MixtralModel of these files" in refused(experts)
+    tuples = zoo.checkpoint("bert", tmp_path / "bert", return_dict=False)
+    assert Engine(load_reward_model(ModelConfig(model=str(tuples)))).path == "packed"
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
         ("model.layers.1.mlp.up_proj.weight", None, "lack layers.1.mlp.up_proj.weight"),
         ("score.weight", (1, 48), "takes 48 features, the model gives 32"),
         ("score.gate.weight", (1, 32), "unknown form: gate.weight, weight"),
+        ("score.weight", (32,), "unknown form: weight"),
     ],
 )
 def test_other_tensors_are_named(name: str, shape: tuple[int, ...] | None, message: str, llama: Path) -> None:

@@ -54,6 +54,13 @@ def test_messages_have_the_templates_bos_once(folder: Path, encoder: TextEncoder
     assert ids.tolist() == reference["input_ids"]
 
 
+def test_named_templates_without_a_default_leave_texts(tmp_path: Path) -> None:
+    folder = zoo.tokenizer(tmp_path, chat_template=None)
+    zoo.configure(folder, "tokenizer_config.json", chat_template=[{"name": "tool_use", "template": "x"}])
+    encoder = TextEncoder.load(folder)
+    assert encoder is not None and not encoder.takes_messages and encoder.encode(["a text"])[0].tolist()
+
+
 @pytest.mark.parametrize(
     ("conversation", "says"),
     [

@@ -121,7 +121,8 @@ def find_head(checkpoint: StoredCheckpoint, config: Any) -> HeadLayout:
 def _layout(checkpoint: StoredCheckpoint, config: Any, architecture: str, prefix: str, names: set[str]) -> HeadLayout:
     for layers in (LINEAR, SUMMARY, MLP):
         weights = {f"{layer}weight" for layer in layers}
-        if weights <= names <= weights | {f"{layer}bias" for layer in layers}:
+        has_names = weights <= names <= weights | {f"{layer}bias" for layer in layers}
+        if has_names and all(len(checkpoint.tensors[f"{prefix}.{name}"].shape) == 2 for name in weights):
             break
     else:
         raise CheckpointError(

@@ -64,6 +64,7 @@ def read_config(checkpoint: StoredCheckpoint) -> Any:
         raise CheckpointError(
             f"{path} is no config of a {model_type}: {reason}", "copy it again from where the checkpoint came"
         ) from e
+    config.return_dict = True  # what a file says of it is for other callers
     if config.is_encoder_decoder:
         raise CheckpointError(
             f"{folder} holds a sequence-to-sequence model ({model_type})",

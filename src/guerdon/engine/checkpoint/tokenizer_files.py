@@ -65,6 +65,12 @@ def load_tokenizer(folder: Path, *, warns: bool = True, chat_template: str | Non
     tokenizer, proof = _load(folder)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
+    if isinstance(named := tokenizer.chat_template, dict) and "default" not in named:
+        tokenizer.chat_template = None
+        if warns:
+            log.warning(
+                "%s: of the chat templates %s none is the default; name one's file as chat_template", folder, [*named]
+            )
     if not tokenizer.chat_template:
         return FolderTokenizer(tokenizer, (proof,))
     if (found := find_dependence(tokenizer)) and warns:

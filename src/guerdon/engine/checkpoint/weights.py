@@ -29,7 +29,7 @@ from guerdon.engine.fsdp import NOT_SHARDED, Fsdp
 from guerdon.engine.heads import Pooling
 from guerdon.engine.host import mapping_blocks
 from guerdon.engine.layers import layer_lists
-from guerdon.errors import CheckpointError, ConfigError
+from guerdon.errors import CheckpointError, ConfigError, GuerdonError, first_line, is_out_of_memory
 from guerdon.settings.config import ForwardConfig
 
 HARMLESS = re.compile(
@@ -101,15 +101,27 @@ def build_model(
     if ranks.is_sharded:
         model_class, how = sharded_class(model_class, config, ranks)
     with _quiet(), mapping_blocks():
-        model, found = _exclusively_built(model_class).from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **how,
-        )
+        try:
+            model, found = _exclusively_built(model_class).from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **how,
+            )
+        except GuerdonError:
+            raise
+        # For a setting or a tensor that a class does not expect it raises anything.
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as e:
+            if is_out_of_memory(e):
+                raise
+            raise CheckpointError(
+                f"transformers cannot build a {model_class.__name__} of these files: {type(e).__name__}: "
+                f"{first_line(e)}",
+                "correct config.json, or save or download the whole model again",
+            ) from e
     if not ranks.is_sharded:  # FSDP may have replaced the class
         model.__class__ = model_class
     has_cap = bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
