@@ -231,17 +231,17 @@ class ModelInfo:
     `merges_attributes` the tensor `rewards` has a column for each attribute. `max_length` and `vocab_size` bound what
     is accepted, None if unbounded. `takes_prompts` and `takes_labels` say that a user's function has such parameters;
     prompts also begin a teacher's texts. It gives at most the `max_top_k` likeliest ids, and hidden states of
-    `hidden_size` numbers. `path` tells how it runs, such as `packed+shared`, and `why` the reason. `source` is the
-    folder, hub id or function that it was loaded from. `pooling` names the token that the reward is read from.
-    `step_rule` tells where steps end, and how their rewards make the reward; `step_separator_ids` end a step if the
-    request names none, and texts are tokenised step by step if it `splits_at` a separator. A gate reads where
-    `gate_ids` stand last, which no sample may lack. `vocabulary` is a digest of the tokenizer's tokens and their ids,
-    `tokenizer` tells what ids mean to it (see `vocabulary.identity`), `ending` how its chat template writes an answer
-    (see `endings.Ending`). Texts are empty if there is none. An encoder `reads_pairs`, with special tokens where its
-    pair template has them. `proofs` are the start's lines. Functions, sums and models of other servers are not
-    `is_checkpoint`. If it `has_components`, the attributes are what the reward is made of, as a sum's and a judge's.
-    With `adds_attributes` a sample may have more than `attribute_names`, with names of its own. Adapters over one
-    model have it as `shared_base`. If it `compares`, a sample's reward depends on the others of its group.
+    `hidden_size` numbers. `path` tells how it runs, and `why`. `source` is the folder, hub id or function that it was
+    loaded from. `pooling` names the token that the reward is read from. `step_rule` tells where steps end, and how
+    their rewards make the reward; `step_separator_ids` end a step if the request names none, and texts are tokenised
+    step by step if it `splits_at` a separator. A gate reads where `gate_ids` stand last, which no sample may lack.
+    `vocabulary` is a digest of the tokenizer's tokens and their ids, `tokenizer` tells what ids mean to it (see
+    `vocabulary.identity`), `ending` how its chat template writes an answer (see `endings.Ending`). Texts are empty if
+    there is none. An encoder `reads_pairs`, with special tokens where its pair template has them. `proofs` are the
+    start's lines. Functions, sums and models of other servers are not `is_checkpoint`. If it `has_components`, the
+    attributes are what the reward is made of, as a sum's and a judge's. With `adds_attributes` a sample may have more
+    than `attribute_names`, with names of its own. Adapters over one model have it as `shared_base`. Its loss reads
+    outputs by `activation`. If it `compares`, a sample's reward depends on the others of its group.
     """
 
     name: str
@@ -280,6 +280,7 @@ class ModelInfo:
     has_components: bool = False
     adds_attributes: bool = False
     shared_base: str = ""
+    activation: str = "fitting"
     compares: bool = False
 
     def names_of(self, num_attributes: int) -> tuple[str, ...]:

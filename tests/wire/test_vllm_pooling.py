@@ -143,6 +143,19 @@ def test_an_activation_is_sigmoid_for_one_label_and_softmax_for_several(key):
     assert reply("/score", pair, Score(2.0))["data"][0]["score"] == sigmoid(2.0)
 
 
+def test_an_activation_is_what_the_checkpoint_was_trained_by():
+    score = Score(0.5, attributes=np.array([2.0, -1.0, 0.0], np.float32))
+    for activation, probs in (("sigmoid", [sigmoid(2.0), sigmoid(-1.0), 0.5]), ("none", [2.0, -1.0, 0.0])):
+        info = replace(MANY, activation=activation)
+        assert reply("/classify", {"input": "a", "use_activation": True}, score, info=info)["data"][0]["probs"] == probs
+    for path, body, key in (
+        ("/score", {"text_1": "a", "text_2": "b"}, "data"),
+        ("/rerank", {"query": "a", "documents": ["b"]}, "results"),
+    ):
+        told = reply(path, body | {"use_activation": True}, Score(2.0), info=replace(RM, activation="none"))[key][0]
+        assert told.get("score", told.get("relevance_score")) == 2.0
+
+
 def test_pooling_by_token_and_by_step():
     values = Score(0.5, values=np.array([0.5, -2.0], np.float32))
     steps = Score(0.25, steps=np.array([0.25, 1.0], np.float32))

@@ -149,8 +149,7 @@ def _split(body: bodies.Octets, header_length: int | None, kind: type[Head]) -> 
 
 
 def _read_tensors(entries: list[TensorBody], binary: memoryview) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    offset = 0
+    found, offset = dict[str, Tensor](), 0
     for entry in entries:
         name, shape = entry.name, tuple(entry.shape)
         if name in found:

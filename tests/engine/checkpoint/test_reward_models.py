@@ -101,6 +101,9 @@ def test_several_labels_are_attributes_with_their_names(name: str, tmp_path: Pat
     loaded = load(folder, attribute_weights=[1.0, -0.5, 0.0], mean=0.25, std=2.0)
     assert loaded.info.outputs == ("rewards", "attributes")
     assert loaded.info.attribute_names == ("helpfulness", "verbosity", "safety")
+    for trained, activation in ((None, "fitting"), ("multi_label_classification", "sigmoid"), ("regression", "none")):
+        zoo.configure(tmp_path, problem_type=trained)
+        assert load_reward_model(ModelConfig(model=str(tmp_path))).info.activation == activation
     expected = zoo.reference_outputs(folder, ROWS)
     for made, outputs in zip(score(loaded, ROWS), expected, strict=True):
         np.testing.assert_allclose(made.attributes, outputs, atol=2e-5)

@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 TRL_SEPARATOR = "\n"
 QWEN_SEPARATOR = "<extra_0>"
+_ACTIVATIONS = {"regression": "none", "multi_label_classification": "sigmoid"}
+"""What a loss applies to a label's output, by transformers' `problem_type`; else what fits their number."""
 STARTS = "start the critic from a decoder with a scalar reward head, or from a critic"
 
 
@@ -335,6 +337,7 @@ def describe(
         # TRL and Skywork tokenise each step by itself; cards that read logits, and special tokens, whole texts.
         splits_at=steps.separator if steps and encoder and not (config.reward or is_special) else "",
         gate_ids=parts.gate_ids,
+        activation=_ACTIVATIONS.get(str(getattr(parts.trunk.config, "problem_type", "")), "fitting"),
         vocabulary="" if encoder is None else encoder.all_tokens_digest(),
         tokenizer="" if encoder is None else encoder.identity(),
         proofs=(*(encoder.proofs if encoder else ()), *([f"rewards: {parts.module}"] if config.reward else ())),

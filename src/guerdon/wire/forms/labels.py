@@ -16,6 +16,9 @@ from guerdon.wire.score_tensors import scores_of
 Activation = Literal["sigmoid", "softmax", "fitting"]
 """The function of a sample's numbers; `fitting` is softmax for several, sigmoid for one."""
 
+ACTIVATIONS: dict[str, Activation | None] = {"fitting": "fitting", "sigmoid": "sigmoid", "none": None}
+"""By `ModelInfo.activation`."""
+
 InBase64 = Annotated[Any, Meta(extra_json_schema={"type": "string"})]
 """A string, or `Written` as one."""
 

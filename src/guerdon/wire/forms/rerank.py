@@ -100,11 +100,11 @@ def _of_vllm(body: RerankBody, url: OptionsUrl) -> FormRequest:
     entries = body.documents if isinstance(body.documents, list) else [body.documents]
     documents = [_text(entry, f"documents[{i}]") for i, entry in enumerate(entries)]
     request = with_options(pair_samples([_text(body.query, "query")], documents), body)
-    activation, reply_id = activation_of(body), body.request_id or new_id()
+    reply_id = body.request_id or new_id()
     num_returned = body.top_n if body.top_n is not None and body.top_n > 0 else len(documents)
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> RerankReply:
-        numbers, scores = rewards_of(reply, activation), scores_of(reply)
+        numbers, scores = rewards_of(reply, activation_of(body, info)), scores_of(reply)
 
         def row(i: int) -> RerankRow:
             shown = UNSET if body.return_documents is False else RankedDocument(documents[i])

@@ -253,9 +253,9 @@ def use_activation(body: SampleOptions) -> bool | None:
     return next((value for value in wanted if value is not None), None)
 
 
-def activation_of(body: SampleOptions) -> labels.Activation | None:
-    """Returns the activation of the scores: none unless the body requests one."""
-    return "fitting" if use_activation(body) else None
+def activation_of(body: SampleOptions, info: ModelInfo) -> labels.Activation | None:
+    """Returns the activation of the scores: none unless the body requests one, then the checkpoint's, as in vLLM."""
+    return labels.ACTIVATIONS[info.activation] if use_activation(body) else None
 
 
 def _encoder(body: PoolingBody | EmbeddingsBody) -> Callable[[np.ndarray], Any]:
@@ -268,12 +268,13 @@ def _encoder(body: PoolingBody | EmbeddingsBody) -> Callable[[np.ndarray], Any]:
 def native(body: NativeBody, url: OptionsUrl) -> form.FormRequest:
     """The reply has the numbers as `embedding`, raw unless `use_activation` is true; a list only for a list."""
     name, samples = form.one_of(body, "text", "input_ids", "the two")
-    request, activation = with_options(form.to_samples(samples, name), body), activation_of(body)
+    request = with_options(form.to_samples(samples, name), body)
     single = form.is_single(samples)
     ids = _ids(body.rid, len(request), single)
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> NativeReply | list[NativeReply]:
         seconds, version = reply.queue_s + reply.compute_s, reply.weights_version
+        activation = activation_of(body, info)
         rows = [
             NativeReply(
                 embedding=labels.numbers_of(score, info, activation),
@@ -291,10 +292,10 @@ def native(body: NativeBody, url: OptionsUrl) -> form.FormRequest:
 def _embeddings(body: EmbeddingsBody, url: OptionsUrl) -> form.FormRequest:
     """The reply has the numbers as `embedding`, raw unless `use_activation` is true."""
     request = with_options(form.to_samples(body.input, "input"), body)
-    activation, encode = activation_of(body), _encoder(body)
+    encode = _encoder(body)
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> EmbeddingsReply:
-        rows = []
+        rows, activation = [], activation_of(body, info)
         for i, score in enumerate(scores_of(reply)):
             embedding = encode(labels.numbers_of(score, info, activation))
             rows.append(EmbeddingsRow(index=i, embedding=embedding, **labels.more_of(score, info)))
@@ -306,10 +307,10 @@ def _embeddings(body: EmbeddingsBody, url: OptionsUrl) -> form.FormRequest:
 @form.serves("", "vLLM's classification", ClassifyReply, to_error=to_error)
 def classification(body: ClassifyBody, url: OptionsUrl) -> form.FormRequest:
     """The reply has a number a label as `probs`: raw, unless `use_activation` is true."""
-    request, activation, reply_id = _samples(body), activation_of(body), body.request_id or new_id()
+    request, reply_id = _samples(body), body.request_id or new_id()
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> ClassifyReply:
-        rows = []
+        rows, activation = [], activation_of(body, info)
         for i, score in enumerate(scores_of(reply)):
             probs = labels.numbers_of(score, info, activation)
             label, more = labels.labels_of(info, len(probs))[int(probs.argmax())], labels.more_of(score, info)
@@ -336,7 +337,7 @@ def _pooling(body: PoolingBody, url: OptionsUrl) -> form.FormRequest:
 
     A step's numbers are its probabilities of being wrong and of being right.
     """
-    request, activation, reply_id = _samples(body), activation_of(body), body.request_id or new_id()
+    request, reply_id = _samples(body), body.request_id or new_id()
     task, encode, wants_raw = body.task, _encoder(body), use_activation(body) is False
     request.wants_rewards = task != "token_classify"
 
@@ -354,7 +355,7 @@ def _pooling(body: PoolingBody, url: OptionsUrl) -> form.FormRequest:
             request.steps = [np.arange(len(row)) for row in request.tokens]  # as vLLM does without a step's tag
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> PoolingReply:
-        rows = []
+        rows, activation = [], activation_of(body, info)
         for i, score in enumerate(scores_of(reply)):
             if is_by_token(info):
                 rows.append(PoolingRow(index=i, data=encode(_token_numbers(score, activation))))
@@ -371,10 +372,10 @@ def _of_pairs(body: PairsBody, url: OptionsUrl) -> form.FormRequest:
     """The two texts of a pair are tokenised apart; the reply has one number a pair as `score`."""
     prompts, responses = _pairs(body)
     request = with_options(form.pair_samples(prompts, responses), body)
-    activation, reply_id = activation_of(body), body.request_id or new_id()
+    reply_id = body.request_id or new_id()
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> PairsReply:
-        numbers, scores = labels.rewards_of(reply, activation), scores_of(reply)
+        numbers, scores = labels.rewards_of(reply, activation_of(body, info)), scores_of(reply)
         rows = [ScoreRow(index=i, score=numbers[i], **labels.components_of(s, info)) for i, s in enumerate(scores)]
         return PairsReply(data=rows, **_head(f"score-{reply_id}", reply, info))
 
