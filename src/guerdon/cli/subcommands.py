@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from guerdon import __version__
+from guerdon import __version__, memory
 from guerdon.cli import console, helps
 from guerdon.cli.check_forms import NAMES
 from guerdon.cli.parser import SHELLS, Parser, completion_script
@@ -108,6 +108,7 @@ def _add_server(commands: Any, settings: Any, command: Subcommand) -> None:
     sources.add_server_flags(parser, ServerConfig, settings, defaults=command.defaults)
 
 
+@memory.holding_collections()
 def _serve(config: ServerConfig) -> int:
     console.set_up_logging(config.log_level, config.log_format)
     require_modules(*SERVER_MODULES, extra="server")

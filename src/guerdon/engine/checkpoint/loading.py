@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from guerdon import memory
 from guerdon.distributed.ranks import Ranks, agreed
 from guerdon.engine.checkpoint.merging import merge_adapter
 from guerdon.engine.checkpoint.model_config import check_generates, read_config
@@ -45,6 +46,7 @@ class Loading:
         `device` is by default the ranks', else the config's; a model that is not `for_text` is a reward model or a
         critic. Raises as `open_checkpoint`, `read_config`, `check_memory`, `compare` and `merge_adapter`.
         """
+        memory.resume_collections()  # the libraries are imported, and not everything that loading makes stays
         device = device or self._ranks.device or pick_device(config.device)
         keep_freed(device)
         dtype = pick_dtype(config.dtype, device)
