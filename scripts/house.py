@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 63_072,
+    "lines of src": 63_100,
     "files of src": 315,
-    "lines of tests": 83_586,
+    "lines of tests": 83_612,
     "modules with one importer": 69,
     "private functions that one place calls": 559,
     "imports, % of the lines": 6.7,
