@@ -296,7 +296,7 @@ def ask(server: RunningServer, name: str, responses: list[str] = COMPARING_RESPO
         return client.score(texts=texts, prompts=[PROMPT] * len(responses), **more)
 
 
-@pytest.mark.parametrize("name", [*slow_but(("llama", "gpt2"), COMPARING_NAMES), "raw", "three"])
+@pytest.mark.parametrize("name", [*slow_but(("llama",), COMPARING_NAMES), "raw", "three"])
 def test_comparing_scores_are_those_of_separate_forwards(
     name: str, comparing_server: RunningServer, folder: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_a_wheel_without_a_kernel_or_with_a_runtime_of_openmp_is_refused(files: 
         contents(wheel)
 
 
+@pytest.mark.slow
 def test_the_packages_page_has_no_link_into_the_repository(unpacked: Path) -> None:
     text = (unpacked / "PKG-INFO").read_text(encoding="utf-8")
     assert "Description-Content-Type: text/markdown" in text and "# guerdon" in text

@@ -89,6 +89,7 @@ def assert_same_weights(out: Path, out_of_one: Path, step: int = 3) -> None:
         assert (weights[name] - weight).norm() <= 1e-5 * weight.norm(), name
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_processes_do_what_one_does(folder: Path, url: str, tmp_path: Path) -> None:
     nowhere, bad = config_of(folder, url, tmp_path / "nowhere"), config_of(folder, url, tmp_path / "bad")

@@ -14,6 +14,7 @@ from guerdon.wire import bodies
 from guerdon.wire.forms import ALL_FORMS
 from guerdon.wire.forms.logprob_texts import position_slices
 from processes import by_itself
+from tiers import slow_but
 
 TOKENS, TOP = 16_384, 100
 ROW = [*range(10_000, 10_000 + TOKENS)]
@@ -61,7 +62,7 @@ def reply(has_top: bool) -> ScoreReply:
     return ScoreReply([Score(math.nan, answer=said)], [TOKENS], "1", tokens=[np.array(ROW)])
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("asked", slow_but(("vllm, echoed", "sglang, given", "trl"), ASKED))
 @by_itself
 def test_writing_takes_a_bounded_part_of_memory(asked: str) -> None:
     path, body = ASKED[asked]
