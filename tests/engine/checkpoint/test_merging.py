@@ -308,7 +308,8 @@ def test_llama_factorys_head_beside_an_adapter(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_adapter_on_an_adapter(tmp_path: Path) -> None:
+def test_an_adapter_on_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a `../base` beside the working directory would come first
     base = zoo.language_model("llama", tmp_path / "base")
     adapted(base, lora(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "sft")
     configure(tmp_path / "sft", base_model_name_or_path="../base")
