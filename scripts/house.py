@@ -21,7 +21,7 @@ SRC = ROOT / "src/guerdon"
 MOST = {
     "lines of src": 63_100,
     "files of src": 315,
-    "lines of tests": 83_619,
+    "lines of tests": 83_630,
     "modules with one importer": 69,
     "private functions that one place calls": 559,
     "imports, % of the lines": 6.7,
