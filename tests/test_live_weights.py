@@ -56,7 +56,7 @@ def stepped(base: Path, step: int, folder: Path) -> Path:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("num_updates", "num_kills"), [(10, 1), pytest.param(50, 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("num_updates", "num_kills"), [(16, 2), pytest.param(50, 6, marks=pytest.mark.slow)])
 def test_updates_under_load_with_trainers_killed_amid_some(num_updates: int, num_kills: int, tmp_path: Path) -> None:
     base = zoo.checkpoint("llama", tmp_path / "rm")
     replies: dict[str, list[np.ndarray]] = {}
