@@ -316,3 +316,13 @@ def test_the_descendants_of_a_process_are_found_and_ended() -> None:
     process.wait()
     wait_until(lambda: not any(is_alive(pid) for pid in found))
     assert os.getpid() not in found and -process.returncode == signal.SIGKILL
+
+
+def test_a_process_that_ends_is_known_from_one_that_closed_its_files() -> None:
+    script = "import os, sys; os.close(1); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.read() == b"" and not process_tree.is_exiting(process.pid)
+        process.stdin.close()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie, until `wait` reaps it
+        assert process_tree.is_exiting(process.pid)

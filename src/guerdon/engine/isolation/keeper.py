@@ -164,8 +164,9 @@ class Keeper:
 
     def _wait_for_end(self) -> NoReturn:
         """Raises _Ended with how the child ended, after it has closed its channel."""
-        ends = time.monotonic() + TICK_S
-        while time.monotonic() < ends:
+        ends = time.monotonic() + END_S
+        # The kernel closes a process's files before it gives it a status.
+        while process_tree.is_exiting(self._child) and time.monotonic() < ends:
             self._check_alive()
             time.sleep(0.001)
         raise _Ended("garbage", "closed the channel on which it answers")

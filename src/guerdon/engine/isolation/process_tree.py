@@ -15,6 +15,7 @@ from guerdon.errors import Exit
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PF_EXITING = 0x4
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAUSE_S = 0.001
 
@@ -77,12 +78,22 @@ def measure(pids: Iterable[int], baseline_bytes: int = 0) -> TreeUsage:
     num_processes, memory_bytes, cpu_s = 0, 0, 0.0
     for pid in pids:
         with contextlib.suppress(OSError, IndexError):  # it has ended
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
+            fields = _stat(pid)
             cpu_s += sum(map(int, fields[11:15])) / _TICKS_PER_S  # with its children's that it has waited for
             memory_bytes += max(0, own_memory(pid) - baseline_bytes)
             num_processes += 1
     return TreeUsage(num_processes, memory_bytes, cpu_s)
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether a process is on its way to its end, or is a zombie."""
+    return bool(int(_stat(pid)[6]) & _PF_EXITING)
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Returns what /proc/PID/stat says after the name, from the state on."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
 
 
 def own_memory(pid: int) -> int:
