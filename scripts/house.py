@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 63_100,
+    "lines of src": 63_112,
     "files of src": 315,
-    "lines of tests": 83_630,
+    "lines of tests": 83_653,
     "modules with one importer": 69,
     "private functions that one place calls": 559,
     "imports, % of the lines": 6.7,
