@@ -154,6 +154,21 @@ def test_a_request_may_have_no_tensors(body):
             r"parameters.binary_data_size is -1; send the tensor's bytes",
         ),
         (wire_request(parameters={"binary_data_size": "16"}), None, "binary_data_size is a string"),
+        *(
+            (
+                orjson.dumps(
+                    orjson.loads(wire_request()) | {"outputs": [{"name": "a", "parameters": {"binary_data": flag}}]}
+                ),
+                None,
+                rf"outputs\[0\].parameters.binary_data is {kind}; send true or false",
+            )
+            for flag, kind in (("false", "a string"), (1, "a number"), ([], "a list"))
+        ),
+        (
+            orjson.dumps(orjson.loads(wire_request()) | {"parameters": {"binary_data_output": "false"}}),
+            None,
+            "parameters.binary_data_output is a string; send true or false",
+        ),
         (wire_request() + b"12345678", len(wire_request()), "8 bytes follow"),
         (orjson.dumps({"inputs": [orjson.loads(wire_request())["inputs"][0]] * 2}), None, "given twice"),
         (

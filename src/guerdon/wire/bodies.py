@@ -44,6 +44,7 @@ MAX_ROWS = 1 << 20
 
 _MAX_TEXT = 2000
 _VALUE_BYTES = 64
+_UNKNOWN = "unknown field `"
 _MANY_NUMBERS = 1 << 10
 _NUMBERS_AT_ONCE = 1 << 14
 _COUNTED_BYTES = 1 << 18
@@ -53,6 +54,10 @@ _STEP = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]")
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlist = _SHOWN.maxlevel = 16
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 100
+
+
+class UnknownKey(InvalidRequest):
+    """An object has a key that its struct does not take."""
 
 
 class InPieces(NamedTuple):
@@ -94,7 +99,8 @@ def read(body: Octets, kind: type[T], what: str = "the body") -> T:
         check_values([body], what)
 
     def explain(error: msgspec.ValidationError, text: Any, node: Any, path: str = "", first: int = 0) -> InvalidRequest:
-        return InvalidRequest(_explain(str(error), msgspec.json.decode(text), node, what, path, first))
+        kind_of_error = UnknownKey if _UNKNOWN in str(error) else InvalidRequest
+        return kind_of_error(_explain(str(error), msgspec.json.decode(text), node, what, path, first))
 
     try:
         try:
@@ -329,7 +335,7 @@ def _explain(message: str, value: Any, kind: Any, what: str, path: str = "", fir
     subject = path.removeprefix(".") or what
     if name := re.search(r"missing required field `(.*)`", problem):
         return f"{subject} has no {name[1]!r}; send {_wanted(node)}"
-    if name := re.search(r"unknown field `(.*)`", problem):
+    if name := re.search(_UNKNOWN + "(.*)`", problem):
         known = ", ".join(field.encode_name for field in _member(node, msgspec.inspect.StructType).fields)
         return f"{subject} has the unknown key {name[1]!r}; it takes {known or 'none'}"
     if problem.startswith("Expected `array` of length") and isinstance(value, list):

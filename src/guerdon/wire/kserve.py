@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta
 from guerdon.core import ScoreReply, ScoreRequest
 from guerdon.critic_core import CheckpointInfo, ControlRequest, CriticState, OperationInfo, TrainReport, TrainRequest
 from guerdon.errors import GuerdonError, InvalidRequest, Unsupported
-from guerdon.wire import bodies, critic_tensors, score_tensors, tensors
+from guerdon.wire import bodies, critic_tensors, score_tensors, tensors, unknown_keys
 from guerdon.wire.schema import ALL_PARAMETERS, Info
 from guerdon.wire.tensors import DTYPES, MAX_DIMENSION, MAX_RANK, InferReply, InferRequest, Tensor
 
@@ -106,15 +106,22 @@ def decode(body: bodies.Octets, header_length: int | None) -> InferRequest:
         return InferRequest({"": Tensor("", "BYTES", (1, 1), [bytes(body)])}, binary_default=True)
     head, binary = _split(body, header_length, RequestBody)
     parameters = head.parameters or {}
-    binary_default = bool(parameters.get("binary_data_output", False))
+    binary_default = _is_true(parameters, "binary_data_output", False, "parameters")
     outputs: dict[str, bool] = {}
-    for output in head.outputs or ():
+    for i, output in enumerate(head.outputs or ()):
         asked = output.parameters or {}
         if len(asked) > ("binary_data" in asked):
             tensors.check_output(output.name, asked)
-        outputs[output.name] = bool(asked.get("binary_data", binary_default))
+        outputs[output.name] = _is_true(asked, "binary_data", binary_default, f"outputs[{i}].parameters")
     inputs = _read_tensors(head.inputs or [], binary)
     return InferRequest(inputs, outputs or None, _text(head.id), parameters, binary_default)
+
+
+def _is_true(parameters: dict[str, Any], name: str, default: bool, where: str) -> bool:
+    value = parameters.get(name)
+    if not isinstance(value, bool | None):
+        raise InvalidRequest(f"{where}.{name} is {bodies.kind_of(value)}; send true or false")
+    return default if value is None else value
 
 
 def encode_request(request: InferRequest) -> tuple[bytes, int]:
@@ -145,7 +152,7 @@ def _split(body: bodies.Octets, header_length: int | None, kind: type[Head]) -> 
         raise InvalidRequest(f"Inference-Header-Content-Length is {header_length}, but the body has {len(body)} bytes")
     view = memoryview(body)
     what = "the body" if header_length == len(body) else f"the part before its binary tensors ({header_length} bytes)"
-    return bodies.read(view[:header_length], kind, what), view[header_length:]
+    return unknown_keys.read(view[:header_length], kind, what), view[header_length:]
 
 
 def _read_tensors(entries: list[TensorBody], binary: memoryview) -> dict[str, Tensor]:

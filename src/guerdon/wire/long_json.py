@@ -302,7 +302,7 @@ def _fill(made: Any, values: dict[str, Any]) -> None:
                 setattr(made, field.name, values[field.encode_name])
 
 
-def _options(hint: Any) -> Iterator[tuple[Any, int]]:
+def options(hint: Any) -> Iterator[tuple[Any, int]]:
     """Yields the types of a union, or the type itself, without annotations; with the longest length that a list has."""
     most = sys.maxsize
     while typing.get_origin(hint) is typing.Annotated:
@@ -311,7 +311,7 @@ def _options(hint: Any) -> Iterator[tuple[Any, int]]:
         hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         for inner in typing.get_args(hint):
-            yield from ((bare, min(most, limit)) for bare, limit in _options(inner))
+            yield from ((bare, min(most, limit)) for bare, limit in options(inner))
     else:
         yield hint, most
 
@@ -321,7 +321,7 @@ def _item_of(hint: Any) -> tuple[Any, int]:
     """Returns the type of a list's elements, and how many it may have; Any if there is no list of that type."""
     if hint is msgspec.Raw:
         return hint, 0
-    lists = ((bare, most) for bare, most in _options(hint) if typing.get_origin(bare) is list)
+    lists = ((bare, most) for bare, most in options(hint) if typing.get_origin(bare) is list)
     bare, most = next(lists, (list[Any], sys.maxsize))
     return typing.get_args(bare)[0], most
 
@@ -329,7 +329,7 @@ def _item_of(hint: Any) -> tuple[Any, int]:
 @functools.cache
 def _type_of(hint: Any, key: str) -> Any:
     """Returns the type of an object's value; Raw, which is not kept, if a struct does not have it."""
-    for bare, _ in _options(hint):
+    for bare, _ in options(hint):
         if typing.get_origin(bare) is dict:
             return typing.get_args(bare)[1]
         if isinstance(bare, type) and issubclass(bare, msgspec.Struct):

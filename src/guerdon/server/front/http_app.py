@@ -52,7 +52,7 @@ from guerdon.server.service import Service
 from guerdon.server.weight_updates import WeightUpdates
 from guerdon.settings.access import Role
 from guerdon.settings.config import ServerConfig
-from guerdon.wire import bodies, kserve, openapi, signature
+from guerdon.wire import bodies, kserve, openapi, signature, unknown_keys
 from guerdon.wire.forms import ALL_FORMS, ANSWERS, TOKEN_FORMS, openai, tei, tokens, triton_repository, vllm_control
 from guerdon.wire.forms.form import Url
 from guerdon.wire.forms.gym import Answer
@@ -376,7 +376,7 @@ class _Handlers:
 
     async def init_weights(self, request: HttpRequest) -> Reply:
         name, _, updates = self._updated(request)
-        body = await self._read_body(request, lambda body: bodies.read(body, vllm_control.InitBody))
+        body = await self._read_body(request, lambda body: unknown_keys.read(body, vllm_control.InitBody))
         async with updates.lock(name):
             updates.init(name, body.check())
         return _json(vllm_control.PhaseReply(message="Weight transfer initialized"))
@@ -393,7 +393,7 @@ class _Handlers:
         with Place(self._admission.gate, request.caller.name) as place:
             body = await request.read_body(place, self._config)
             missing: int | None = None
-            sources: list[Any] = bodies.read(body, vllm_control.UpdateBody).files() if is_json else [body]
+            sources: list[Any] = unknown_keys.read(body, vllm_control.UpdateBody).files() if is_json else [body]
             async with updates.lock(name):
                 for source in sources:
                     missing = await updates.add(name, update_id, source)
@@ -402,7 +402,9 @@ class _Handlers:
     async def finish_weights(self, request: HttpRequest) -> Reply:
         name, update_id, updates = self._updated(request)
         none = vllm_control.FinishBody()
-        body = await self._read_body(request, lambda body: bodies.read(body, vllm_control.FinishBody) if body else none)
+        body = await self._read_body(
+            request, lambda body: unknown_keys.read(body, vllm_control.FinishBody) if body else none
+        )
         async with updates.lock(name):
             version = await updates.finish(name, update_id, request.caller.name)
         told = vllm_control.PhaseReply(

@@ -17,7 +17,7 @@ from guerdon.core import Message, ModelInfo, ScoreReply, ScoreRequest
 from guerdon.errors import GuerdonError, InvalidRequest
 from guerdon.judge_core import GroupKey
 from guerdon.messages import plain
-from guerdon.wire import bodies, schema
+from guerdon.wire import bodies, schema, unknown_keys
 from guerdon.wire.bodies import MAX_ROWS, Octets, check_depth, kind_of, kinds_of, to_ids
 from guerdon.wire.score_tensors import prompt_groups
 
@@ -60,7 +60,8 @@ class TokensUrl(Url, kw_only=True, forbid_unknown_fields=True):
 
 
 class Keys(msgspec.Struct, kw_only=True):
-    """An object in a body: keys that are not supported are refused, unknown ones ignored. Errors show `example`.
+    """An object in a body: keys that are not supported are refused, unknown ones as `unknown_keys` does. Errors show
+    `example`.
 
     `no_model` is the name that the peer's clients send if they mean none.
     """
@@ -193,7 +194,7 @@ class Form:
 
 def read_body(form: Any, body: Octets, query: Mapping[str, str]) -> tuple[Any, Any]:
     """Returns the body and the URL as the form has them; a switch in the URL counts if the body leaves it out."""
-    parsed = bodies.read(body, form.choose(body) if form.choose else form.bodies[0])
+    parsed: Any = unknown_keys.read(body, form.choose(body) if form.choose else form.bodies[0])
     url = bodies.convert(query, form.url, "the URL")
     for name in url.__struct_fields__:
         if name != "model" and getattr(parsed, name, "") is None and getattr(url, name) is not None:
