@@ -135,3 +135,12 @@ def test_what_the_kernels_do_not_take_is_left_to_the_caller() -> None:
     assert passes.rotated(numbers(2, 2, 3, 16), numbers(1, 3, 16), numbers(1, 3, 16)) is None
     assert passes.rotated(numbers(1, 2, 3, 15), numbers(1, 3, 15), numbers(1, 3, 15)) is None
     assert passes.norm(x[:0], weight, 0.1) is not None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_with_gradients_the_result_is_no_view_that_fsdp_would_warn_of(name: str) -> None:
+    own, theirs = CASES[name]
+    x = numbers(4, 78).requires_grad_()
+    made = passes.computed(lambda x: own(x, 78).detach(), lambda x: theirs(x, 78), x)
+    assert made.requires_grad and made._base is None
+    assert torch.autograd.grad(made.sum(), x)[0].isfinite().all()

@@ -92,16 +92,16 @@ def computed(native: Callable[..., Tensor | None], chain: Callable[..., Tensor],
     if found is None:
         return chain(*inputs)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        found = _WithSlopes.apply(found, chain, *inputs)
+        found = _WithSlopes.apply([found], chain, *inputs)
     return found
 
 
 class _WithSlopes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, found: Tensor, chain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, found: list[Tensor], chain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs)
         ctx.chain = chain
-        return found.view_as(found)
+        return found[0]  # given in a list, since a tensor would come back as a view, which FSDP warns of
 
     @staticmethod
     @once_differentiable
