@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,8 @@ def fork_servers() -> None:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             try:
                 serve(*json.loads(line))
+            except BaseException:
+                traceback.print_exc()
             finally:
                 print("failed", flush=True)  # else the test would wait
                 os._exit(1)

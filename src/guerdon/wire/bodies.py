@@ -246,6 +246,14 @@ def kind_of(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
+def is_true(parameters: Mapping[str, Any], name: str, default: bool, where: str) -> bool:
+    """Returns a parameter that is true or false, or left out; raises InvalidRequest for anything else."""
+    value = parameters.get(name)
+    if not isinstance(value, bool | None):
+        raise InvalidRequest(f"{where}.{name} is {kind_of(value)}; send true or false")
+    return default if value is None else value
+
+
 class _Marks(NamedTuple):
     """How many commas, lists and objects a JSON text has."""
 

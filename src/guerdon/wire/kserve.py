@@ -106,22 +106,15 @@ def decode(body: bodies.Octets, header_length: int | None) -> InferRequest:
         return InferRequest({"": Tensor("", "BYTES", (1, 1), [bytes(body)])}, binary_default=True)
     head, binary = _split(body, header_length, RequestBody)
     parameters = head.parameters or {}
-    binary_default = _is_true(parameters, "binary_data_output", False, "parameters")
+    binary_default = bodies.is_true(parameters, "binary_data_output", False, "parameters")
     outputs: dict[str, bool] = {}
     for i, output in enumerate(head.outputs or ()):
         asked = output.parameters or {}
         if len(asked) > ("binary_data" in asked):
             tensors.check_output(output.name, asked)
-        outputs[output.name] = _is_true(asked, "binary_data", binary_default, f"outputs[{i}].parameters")
+        outputs[output.name] = bodies.is_true(asked, "binary_data", binary_default, f"outputs[{i}].parameters")
     inputs = _read_tensors(head.inputs or [], binary)
     return InferRequest(inputs, outputs or None, _text(head.id), parameters, binary_default)
-
-
-def _is_true(parameters: dict[str, Any], name: str, default: bool, where: str) -> bool:
-    value = parameters.get(name)
-    if not isinstance(value, bool | None):
-        raise InvalidRequest(f"{where}.{name} is {bodies.kind_of(value)}; send true or false")
-    return default if value is None else value
 
 
 def encode_request(request: InferRequest) -> tuple[bytes, int]:
