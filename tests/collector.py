@@ -1,11 +1,9 @@
 """A collector of traces, which takes OTLP over HTTP as real ones do, and keeps what it was sent."""
 
 import gzip
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -15,6 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from server.helpers import wait_until
+from stand_in import Handler, serving_http
 
 SERVER, CLIENT, INTERNAL = (
     trace_pb2.Span.SPAN_KIND_SERVER,
@@ -70,31 +69,18 @@ def collecting() -> Iterator[Collector]:
     """A collector on a port of its own."""
     collector = Collector()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Receiver(Handler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
+            body = self.read_body()
             if self.headers.get("content-encoding") == "gzip":
                 body = gzip.decompress(body)
             assert self.headers["content-type"] == "application/x-protobuf"
             collector.paths.add(self.path)
             collector.bodies.append(body)
-            answer = ExportTraceServiceResponse().SerializeToString()
-            self.send_response(200)
-            self.send_header("content-length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+            self.answer(ExportTraceServiceResponse().SerializeToString())
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        collector.url = f"http://127.0.0.1:{server.server_address[1]}"
+    with serving_http(Receiver) as collector.url:
         yield collector
-        server.shutdown()
-        thread.join()
 
 
 def _told(service: str, span: trace_pb2.Span) -> Told:

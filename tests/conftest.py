@@ -11,6 +11,8 @@ import os
 import signal
 import ssl
 import sys
+import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -74,6 +76,14 @@ def frozen() -> None:
 def one_thread() -> None:
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_server_spins() -> Iterator[None]:
+    """Fails if a server of Python's library goes on in a thread: its socket is closed, so it would never wait."""
+    yield
+    frames = [sys._current_frames().get(thread.ident or 0) for thread in threading.enumerate()]
+    assert not any(frame.f_code.co_name == "serve_forever" for top in frames for frame, _ in traceback.walk_stack(top))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import served
 from guerdon.client import RewardClient
 from guerdon.settings.config import ComponentConfig, CriticConfig, ModelConfig, RewardConfig, ServerConfig
+from stand_in import Handler, serving_http
 
 MARKUP = '<img src=x onerror="window.wasRun = true"><script>window.wasRun = true</script><b>bold</b>'
 """A client's text that a careless page would take for its own."""
@@ -84,38 +84,21 @@ def train_rows(rng: np.random.Generator, count: int) -> dict[str, list[np.ndarra
 def under_a_prefix(origin: str, prefix: str) -> Iterator[str]:
     """The URL of a proxy that has the server of that origin under the prefix alone."""
 
-    class Proxy(BaseHTTPRequestHandler):
+    class Proxy(Handler):
         def pass_on(self) -> None:
             if not self.path.startswith(prefix + "/"):
                 self.send_error(404)
                 return
-            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            body = self.read_body()
             kind = {"content-type": self.headers.get("content-type", "text/plain"), "accept-encoding": "identity"}
             answer = client.request(self.command, self.path.removeprefix(prefix), content=body, headers=kind)
-            self.send_response(answer.status_code)
-            for name in ("content-type", "content-security-policy"):
-                if name in answer.headers:
-                    self.send_header(name, answer.headers[name])
-            self.send_header("content-length", str(len(answer.content)))
-            self.end_headers()
-            self.wfile.write(answer.content)
+            kept = {"content-type", "content-security-policy"} & answer.headers.keys()
+            self.answer(answer.content, answer.status_code, **{name: answer.headers[name] for name in kept})
 
         do_GET = do_POST = pass_on
 
-        def log_message(self, *args: Any) -> None:
-            """Tests say what they have to say."""
-
-    client = httpx.Client(base_url=origin)
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
-    thread = threading.Thread(target=proxy.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{proxy.server_address[1]}{prefix}/"
-    finally:
-        proxy.shutdown()
-        thread.join()
-        proxy.server_close()
-        client.close()
+    with httpx.Client(base_url=origin) as client, serving_http(Proxy) as url:
+        yield f"{url}{prefix}/"
 
 
 @contextmanager

@@ -1,18 +1,15 @@
 """Tests `guerdon doctor` on this machine, on real servers, and on broken ones."""
 
 import contextlib
-import http.server
 import importlib
 import json
 import logging
 import platform
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -33,6 +30,7 @@ from ports import free_port
 from processes import environment
 from served import Serve, reward_model
 from server.keys import ADMIN, SCORE, bearer, keyed
+from stand_in import Handler, serving_http
 from tiers import slow_but
 
 MODELS = [ModelConfig(model="scorers:score")]
@@ -260,27 +258,14 @@ def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 def answering(status: int, body: bytes, **bodies: bytes) -> Iterator[int]:
     """Yields the port of another kind of server, which always answers this; `bodies` by the path's last part."""
 
-    class Other(http.server.BaseHTTPRequestHandler):
+    class Other(Handler):
         def do_GET(self) -> None:
-            told = bodies.get(self.path.rpartition("/")[2], body)
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(told)))
-            self.end_headers()
-            self.wfile.write(told)
+            self.answer(bodies.get(self.path.rpartition("/")[2], body), status)
 
         do_POST = do_GET
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Other) as other:
-        thread = threading.Thread(target=other.serve_forever)
-        thread.start()
-        try:
-            yield other.server_port
-        finally:
-            other.shutdown()
-            thread.join()
+    with serving_http(Other) as url:
+        yield int(url.rpartition(":")[2])
 
 
 def test_a_server_of_something_else_is_a_problem():

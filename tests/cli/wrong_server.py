@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import zoo
+from stand_in import serving_http
 
 FAULTS = {
     "": "",
@@ -236,11 +237,5 @@ def serving(folder: Path, fault: str = "") -> Iterator[str]:
 
         def handle_error(self, *_: Any) -> None: ...
 
-    with Server(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving_http(Handler, Server) as url:
+        yield url

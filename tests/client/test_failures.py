@@ -17,6 +17,7 @@ from guerdon.client import AsyncRewardClient, RetryPolicy, RewardClient
 from guerdon.errors import DeadlineExceeded, RouteNotFound, Unavailable, Unreachable
 from server.echo_service import SLOW_TOKEN, reward_of
 from server.helpers import tried_again, wait_until
+from stand_in import serving_http
 from tiers import slow_but
 
 PATIENT = RetryPolicy(backoff_s=0.1, max_backoff_s=1.0, tries=100_000)
@@ -223,14 +224,12 @@ def test_a_web_server_of_another_kind_is_no_reward_server() -> None:
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *args: object) -> None: ...
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Quiet) as web:
-        threading.Thread(target=web.serve_forever, daemon=True).start()
-        with (
-            RewardClient(f"127.0.0.1:{web.server_port}") as client,
-            pytest.raises(RouteNotFound, match=r"404.*KServe v2"),
-        ):
-            client.score(texts=["a"])
-        web.shutdown()
+    with (
+        serving_http(Quiet) as url,
+        RewardClient(url) as client,
+        pytest.raises(RouteNotFound, match=r"404.*KServe v2"),
+    ):
+        client.score(texts=["a"])
 
 
 @tried_again

@@ -4,12 +4,10 @@ import asyncio
 import gzip
 import json
 import re
-import threading
 import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from guerdon.settings.chat_judges import ChatJudgeConfig, ParseConfig
 from guerdon.thinking import answer_of
 from guerdon.wire.chat_completions import ChatAnswer, read_answer
 from processes import by_itself
+from stand_in import Handler, serving_http
 
 TEN = {"regex": r"Score: (\d+)", "highest": 10}
 BARE = {"regex": r"(\d+)"}
@@ -417,22 +416,14 @@ ANSWER = json.dumps({"choices": [{"message": {"content": "Score: 7"}, "finish_re
 def answering(body: bytes, encoding: str) -> Iterator[str]:
     """The URL of a server that always answers so."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Answering(Handler):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            self.read_body()
             assert self.headers["Accept-Encoding"] == "gzip, deflate"
-            self.send_response(200)
-            self.send_header("Content-Encoding", encoding)
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(body, content_encoding=encoding)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-        server.shutdown()
+    with serving_http(Answering) as url:
+        yield f"{url}/v1"
 
 
 def said(body: bytes, encoding: str) -> str:
