@@ -24,7 +24,7 @@ NUMERIC := tests/training/algorithms $(addprefix tests/engine/test_,$(addsuffix 
 	tests/test_stored_numbers.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo real test test-all test-real test-small extras browser docs pages fuzz trainers ray architectures manifests check audit format bench clean
+.PHONY: help demo real test test-all test-real test-small extras browser docs pages fuzz trainers ray architectures manifests check types style audit format bench clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,10 +82,14 @@ manifests: $(VENV)/.dev  ## install schemas and linters too (45 MB, once), and c
 	$(PIP) install -c constraints.txt -e '.[dev,manifests]'
 	$(BIN)/python -m pytest -q tests/deploy/test_manifests.py tests/deploy/test_schemas.py tests/deploy/test_forge.py $(ARGS)
 
-check: $(VENV)/.dev  ## format, lint, types, unsafe calls, who may import whom, and how much there is
+check: types style  ## format, lint, types, unsafe calls, who may import whom, and how much there is (-j 2: sooner)
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+style: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/bandit -q -c pyproject.toml -r src
 	$(BIN)/python scripts/metrics_page.py --check
 	$(BIN)/python scripts/config_page.py --check

@@ -265,6 +265,10 @@ def test_an_output_of_another_input_is_left_alone(tmp_path: Path, service: Servi
         ("{", "not valid JSON"),
         ("[1]", "not a JSON object"),
         ('{"prompt": "a"}', "none of the forms"),
+        *(
+            (f'{{"{key}": "a", "chosen": "b", "rejected": "c"}}', f"the key '{key}' and no prompt; did you mean prompt")
+            for key in ("promt", "prompts", "Prompt")
+        ),
         ('{"prompt": "a", "responses": "b"}', "responses is not a list"),
         ('{"prompt": "a", "responses": ["b", 3]}', "a response is a int"),
         ('{"prompt": "a", "responses": ["b", [{"role": "user", "content": "c"}]]}', "both texts and messages"),

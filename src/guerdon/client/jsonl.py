@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import gzip
 import zlib
 from collections.abc import Iterator
@@ -57,6 +59,8 @@ def samples_of(row: dict[str, Any], path: Path, line: int, template: bool) -> li
     """Returns the row's samples, texts or conversations; raises StartError naming the line if its form is unknown."""
     prompt = row.get("prompt")
     try:
+        if "prompt" not in row and (near := _misspelt_prompt(tuple(row))):
+            raise ValueError(f"it has the key {near!r} and no prompt; did you mean prompt?")
         if is_pair(row):
             samples = [_join(prompt, row[name], template) for name in ("chosen", "rejected")]
         elif "responses" in row and prompt is not None:
@@ -76,6 +80,13 @@ def samples_of(row: dict[str, Any], path: Path, line: int, template: bool) -> li
     if len({type(sample) for sample in samples}) > 1:
         raise _malformed(path, line, "its responses are both texts and messages")
     return samples
+
+
+@functools.lru_cache(64)
+def _misspelt_prompt(keys: tuple[str, ...]) -> str | None:
+    """Returns the key that seems to be the prompt's: without a prompt the scores would be other ones."""
+    names = {key.lower(): key for key in keys}
+    return next((names[name] for name in difflib.get_close_matches("prompt", names, 1, 0.9)), None)
 
 
 def _join(prompt: Any, response: Any, template: bool) -> Sample:

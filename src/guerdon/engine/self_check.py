@@ -41,6 +41,9 @@ GRADIENT_TOLERANCE = {dtype: 2 * most for dtype, most in TOLERANCE.items()}
 _LONGEST = 64
 """Tokens of the longest probe; all together are more than 128, from which on some models compress their keys."""
 
+_TRIMMED_BYTES = 32 << 20
+"""How much of the plain weights may stay with the process, for each return to the system searches all of the heap."""
+
 _LOOKING_AHEAD = {"is_causal": (False,), "use_bidirectional_attention": (True, "all"), "bidirectional": (True,)}
 """Settings of `config.json` with which attention sees later tokens, in some architectures."""
 _ALONE = "neighbours change nothing: each row is computed alone"
@@ -401,11 +404,15 @@ def prepack(forward: Forward, rows: list[np.ndarray], before: list[Tensor] | Non
     ]
     if before is None:
         before = row_states(forward, forward.path, rows)
+    freed = 0
     try:
         with mapping_blocks():
             for layer in layers:
+                freed += layer.weight.nbytes
                 layer.weight = nn.Parameter(onednn.reordered(layer.weight.detach()), requires_grad=False)
-                memory.trim()  # what the plain one had
+                if freed > _TRIMMED_BYTES:
+                    memory.trim()
+                    freed = 0
         after = row_states(forward, forward.path, rows)
         forward.use("single")
         row_states(forward, "single", rows[-1:])
