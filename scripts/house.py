@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 63_245,
+    "lines of src": 63_263,
     "files of src": 316,
-    "lines of tests": 83_759,
+    "lines of tests": 83_764,
     "modules with one importer": 69,
-    "private functions that one place calls": 560,
+    "private functions that one place calls": 561,
     "imports, % of the lines": 6.7,
     "public classes with two homes": 0,
     "places outside of kinds/ that ask for the kind": 10,
