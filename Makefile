@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
+# As pip does, but on all cores; a few libraries have files that no Python compiles.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 DATA   ?=
 LIMIT  ?=
@@ -125,15 +127,18 @@ $(BIN)/python:
 
 $(VENV)/.demo: pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@echo "Installing guerdon and what it needs into $(VENV) (some minutes, once)"
-	$(PIP) install -c constraints.txt -e '.[actor]'
+	$(PIP) install --no-compile -c constraints.txt -e '.[actor]'
+	$(COMPILE)
 	@touch $@
 
 $(VENV)/.real: pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@echo "Installing guerdon and what it needs into $(VENV) (some minutes, once)"
-	$(PIP) install -c constraints.txt -e '.[actor,gguf,lora]'
+	$(PIP) install --no-compile -c constraints.txt -e '.[actor,gguf,lora]'
+	$(COMPILE)
 	@touch $(VENV)/.demo $@
 
 $(VENV)/.dev: pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@echo "Installing guerdon and what its tests need into $(VENV) (some minutes, once)"
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install --no-compile -c constraints.txt -e '.[dev]'
+	$(COMPILE)
 	@touch $(VENV)/.demo $@
