@@ -9,6 +9,7 @@ are compiled with -fopenmp and linked without it, because the OpenMP runtime is 
 
 from __future__ import annotations
 
+import copy
 import os
 import platform
 import re
@@ -97,14 +98,16 @@ class BuildKernels(build_ext):
         """Returns no names: all of C are exported, and there is no PyInit."""
         return []
 
+    def finalize_options(self) -> None:
+        """Builds as many libraries at a time as there are cores, unless told otherwise."""
+        super().finalize_options()
+        self.parallel = self.parallel or True
+
     def build_extension(self, ext: Extension) -> None:
         """Builds one library, its objects in a folder of its own: the others have the same sources."""
-        everything = self.build_temp
-        self.build_temp = os.path.join(everything, ext.name)
-        try:
-            super().build_extension(ext)
-        finally:
-            self.build_temp = everything
+        own = copy.copy(self)
+        own.build_temp = os.path.join(self.build_temp, ext.name)
+        build_ext.build_extension(own, ext)
 
 
 class KernelsWheel(bdist_wheel):
