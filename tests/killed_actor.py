@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from actor.runs import loop_of, without_curves
-from guerdon import assembly
-from guerdon.actor import run_checkpoints
+from guerdon import assembly, durable
 from guerdon.actor.run_checkpoints import RunCheckpoints
 from guerdon.actor.trackers import Trackers
 from guerdon.actor.training_run import Run
@@ -33,7 +32,7 @@ POINTS: Points = {
 }
 POINTS_WITH_CRITIC: Points = POINTS | {
     "when the critic's training is asked for": (CriticClient, "train", False),
-    "between the critic's save and the actor's": (run_checkpoints, "seal", True),
+    "between the critic's save and the actor's": (durable, "seal", True),
     "between the actor's load and the critic's": (CriticClient, "load", True),
     "at the end of a resume": (CriticClient, "load", False),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
@@ -56,6 +57,7 @@ def kill_at(points: Points, point: str | None, nth: int) -> None:
     original = getattr(cls, name)
     calls = itertools.count(1)
 
+    @functools.wraps(original)
     def wrapped(*args: Any, **kw: Any) -> Any:
         is_it = next(calls) == nth
         if is_it and before:
