@@ -185,7 +185,7 @@ def accept(call: Callable[..., Any], given: T) -> T:
     inherited = (vars(owner).get(call.__name__) for owner in type(getattr(call, "__self__", None)).__mro__)
     known = (getattr(one, "__signature__", None) for one in (call, *inherited))  # a subclass's own call has none
     signature = next(filter(None, known), None)  # `inspect.signature` takes 20 us
-    taken = given if signature is None else signature.parameters
+    taken: Any = given if signature is None else signature.parameters
     if unknown := next((name for name in cast("Mapping[str, Any]", given) if name not in taken), None):
         raise TypeError(f"{call.__qualname__}() got an unexpected keyword argument {unknown!r}")
     return given
