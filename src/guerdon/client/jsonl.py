@@ -84,7 +84,7 @@ def samples_of(row: dict[str, Any], path: Path, line: int, template: bool) -> li
 
 @functools.lru_cache(64)
 def _misspelt_prompt(keys: tuple[str, ...]) -> str | None:
-    """Returns the key that seems to be the prompt's: without a prompt the scores would be other ones."""
+    """Returns the key that seems to be the prompt's: without a prompt the scores would differ."""
     names = {key.lower(): key for key in keys}
     return next((names[name] for name in difflib.get_close_matches("prompt", names, 1, 0.9)), None)
 

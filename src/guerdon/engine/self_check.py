@@ -42,7 +42,7 @@ _LONGEST = 64
 """Tokens of the longest probe; all together are more than 128, from which on some models compress their keys."""
 
 _TRIMMED_BYTES = 32 << 20
-"""How much of the plain weights may stay with the process, for each return to the system searches all of the heap."""
+"""Freed bytes of plain weights that the process may keep: returning them to the system searches the whole heap."""
 
 _LOOKING_AHEAD = {"is_causal": (False,), "use_bidirectional_attention": (True, "all"), "bidirectional": (True,)}
 """Settings of `config.json` with which attention sees later tokens, in some architectures."""

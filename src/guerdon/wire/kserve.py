@@ -104,7 +104,7 @@ def decode(body: bodies.Octets, header_length: int | None) -> InferRequest:
     """
     if header_length == 0:
         return InferRequest({"": Tensor("", "BYTES", (1, 1), [bytes(body)])}, binary_default=True)
-    head, binary = _split(body, header_length, RequestBody)
+    head, binary = _split(body, header_length, unknown_keys.read, RequestBody)
     parameters = head.parameters or {}
     binary_default = bodies.is_true(parameters, "binary_data_output", False, "parameters")
     outputs: dict[str, bool] = {}
@@ -132,12 +132,12 @@ def encode_request(request: InferRequest) -> tuple[bytes, int]:
 
 def decode_reply(body: bytes, header_length: int | None) -> InferReply:
     """Returns the reply in `body`; raises InvalidRequest."""
-    head, binary = _split(body, header_length, ReplyBody)
+    head, binary = _split(body, header_length, bodies.read, ReplyBody)
     outputs = list(_read_tensors(head.outputs, binary).values())
     return InferReply(_text(head.model_name), _text(head.model_version), outputs, _text(head.id), head.parameters or {})
 
 
-def _split(body: bodies.Octets, header_length: int | None, kind: type[Head]) -> tuple[Head, memoryview]:
+def _split(body: bodies.Octets, header_length: int | None, read: Any, kind: type[Head]) -> tuple[Head, memoryview]:
     """Returns the JSON, and the bytes after it."""
     if header_length is None:
         header_length = len(body)
@@ -145,7 +145,7 @@ def _split(body: bodies.Octets, header_length: int | None, kind: type[Head]) -> 
         raise InvalidRequest(f"Inference-Header-Content-Length is {header_length}, but the body has {len(body)} bytes")
     view = memoryview(body)
     what = "the body" if header_length == len(body) else f"the part before its binary tensors ({header_length} bytes)"
-    return unknown_keys.read(view[:header_length], kind, what), view[header_length:]
+    return read(view[:header_length], kind, what), view[header_length:]
 
 
 def _read_tensors(entries: list[TensorBody], binary: memoryview) -> dict[str, Tensor]:

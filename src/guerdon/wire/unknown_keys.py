@@ -25,7 +25,7 @@ from guerdon.wire.bodies import Octets, shown
 T = TypeVar("T", bound=msgspec.Struct)
 
 _NEAR = 0.9
-"""How alike a key and the field are that it misspells; `skip_special_tokens` and `add_special_tokens` are less."""
+"""Least similarity of a key to the field that it misspells; `skip_special_tokens` is less like `add_special_tokens`."""
 
 _SHORTEST, _LONGEST = 6, 40
 """Characters of keys that are compared: `top_p` is no misspelt `top_k`."""

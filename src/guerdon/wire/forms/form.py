@@ -60,8 +60,7 @@ class TokensUrl(Url, kw_only=True, forbid_unknown_fields=True):
 
 
 class Keys(msgspec.Struct, kw_only=True):
-    """An object in a body: keys that are not supported are refused, unknown ones as `unknown_keys` does. Errors show
-    `example`.
+    """An object in a body; refuses keys that are not supported, or misspelt (`unknown_keys`). Errors show `example`.
 
     `no_model` is the name that the peer's clients send if they mean none.
     """
