@@ -92,7 +92,6 @@ types: $(VENV)/.dev
 style: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/bandit -q -c pyproject.toml -r src
 	$(BIN)/python scripts/metrics_page.py --check
 	$(BIN)/python scripts/config_page.py --check
 	$(BIN)/python scripts/protocol_tables.py --check
@@ -100,8 +99,7 @@ style: $(VENV)/.dev
 	$(BIN)/python scripts/house.py --check
 	$(BIN)/python -m pytest -q tests/test_layout.py
 
-audit: $(VENV)/.dev  ## unsafe calls, and known holes in what is installed (asks PyPI)
-	$(BIN)/bandit -q -c pyproject.toml -r src
+audit: $(VENV)/.dev  ## known holes in what is installed (asks PyPI)
 	$(PYTHON) -m venv $(VENV)/audit
 	$(VENV)/audit/bin/python -m pip -qq --disable-pip-version-check install 'pip-audit>=2.9,<3'
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > $(VENV)/audit/installed.txt

@@ -102,7 +102,7 @@ class Subject:
 
     def sample(self, length: int, seed: int, kind: str | None = None) -> Sample:
         """Returns a sample of so many ids; a text has a quarter as many short words."""
-        rng = random.Random(seed)  # nosec B311
+        rng = random.Random(seed)
         if (kind or self.kinds[0]) == "ids":
             return rng.choices(IDS, k=length)
         return TextPair(PROMPT, " ".join(rng.choices(_WORDS, k=max(1, length // 4))))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import subprocess  # nosec B404
+import subprocess
 import sys
 import tempfile
 import time
@@ -87,7 +87,7 @@ def _run(program: str, stdin: str, ends: float) -> str | None:
         given.write_text(stdin, encoding="utf-8")
         # Files, because what a program starts could keep a pipe open.
         with given.open("rb") as reads, written.open("wb") as writes:
-            process = subprocess.Popen(  # nosec B603
+            process = subprocess.Popen(  # noqa: S603
                 [sys.executable, "-I", "-B", str(file)],
                 stdin=reads, stdout=writes, stderr=subprocess.DEVNULL, cwd=folder, start_new_session=True,
             )  # fmt: skip

@@ -10,7 +10,7 @@ import os
 import select
 import signal
 import socket
-import subprocess  # nosec B404
+import subprocess
 import sys
 import tempfile
 import threading
@@ -161,7 +161,7 @@ def check_python(python: str) -> None:
     code = f"import sys; assert sys.version_info >= (3, 11), sys.version; import {', '.join(_NEEDED)}; print('fi' 'ne')"
     try:
         with tempfile.TemporaryFile() as file:  # a pipe would also wait for what the Python leaves running
-            tried = subprocess.run(  # nosec B603
+            tried = subprocess.run(  # noqa: S603
                 [python, "-c", code], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                 timeout=_TRY_S, env=_without_environment(os.environ),
             )  # fmt: skip
@@ -218,7 +218,7 @@ class _Pool:
         """Starts the template; returns the function's form. Raises CheckpointError and StartError."""
         own, theirs = socket.socketpair()
         with theirs:
-            process = subprocess.Popen(  # nosec B603
+            process = subprocess.Popen(  # noqa: S603
                 [*self._command, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, stdout=2, env=self._env, pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip

@@ -52,7 +52,7 @@ class ChatCaller:
         headers = {"Content-Type": "application/json", "Accept-Encoding": ", ".join(ENCODINGS)}
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None)  # nosec B113: `_call` has one
+        self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None)  # noqa: S113 - `_call` has one
         for library in ("httpx", "httpcore"):  # a line for each call
             logging.getLogger(library).setLevel(logging.WARNING)
 
