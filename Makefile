@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
-# As pip does, but on all cores; a few libraries have files that no Python compiles.
+# As pip does, but on all cores; some libraries have files that only a newer Python compiles.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 DATA   ?=

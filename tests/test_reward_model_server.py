@@ -21,11 +21,11 @@ import served
 import test_critic_server_trainer as critic
 import test_reward_model_server as reward
 import zoo
-from guerdon import RewardClient, RewardModelServer
+from guerdon import RetryPolicy, RewardClient, RewardModelServer
 from guerdon.distributed.parts import BatchParts
 from guerdon.engine.checkpoint.reward_models import load_reward_model
 from guerdon.engine.checkpoint.text import TextEncoder
-from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
+from guerdon.errors import ConfigError, InvalidRequest, SampleFailed, ServerFault
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, ServerConfig
 
@@ -64,6 +64,43 @@ def test_infer_takes_tokens_or_sentences() -> None:
         server.infer(tokens=tokens)
     with pytest.raises(SampleFailed, match="inf"):
         server.infer(tokens=np.array([[13]]), sequence_lengths=np.array([[1]]))
+
+
+NO_ROWS = {
+    "longer than its row": ([[1, 2, 3]], [4]),
+    "negative": ([[1, 2, 3]], [-1]),
+    "a length too many": ([[1, 2, 3]], [3, 3]),
+    "ids of floats": ([[1.0, 2.5]], [2]),
+    "lengths of floats": ([[1, 2]], [1.5]),
+    "a flat row": ([1, 2], [1, 1]),
+}
+
+
+@pytest.mark.parametrize("fault", NO_ROWS)
+def test_rows_that_would_be_cut_are_refused(fault: str) -> None:
+    tokens, lengths = (np.array(given) for given in NO_ROWS[fault])
+    trainer = critic.make()
+    for infer in (
+        lambda: make().infer(tokens=tokens, sequence_lengths=lengths),
+        lambda: trainer.run_inference(tokens=tokens, sequence_lengths=lengths),
+        lambda: trainer.run_inference({"inputs": torch.from_numpy(tokens), "sequence_length": lengths}),
+    ):
+        with pytest.raises(InvalidRequest, match=r"lengths are|has length"):
+            infer()
+
+
+@pytest.mark.parametrize("fault", [*NO_ROWS, "two rows for one text"])
+def test_a_tokenizer_whose_rows_would_be_cut_is_a_fault_of_the_server(fault: str) -> None:
+    tokens, lengths = NO_ROWS.get(fault, ([[1, 2], [3, 4]], [2, 2]))
+    server = RewardModelServer(infer_fn, lambda _: (np.array(tokens), np.array(lengths)), "reward_model", 0, 4, 2)
+    with pytest.raises(ServerFault, match="tokenize_func"):
+        server.infer(sentences=np.array([["ab"]]))
+    with (
+        RunningServer(server.build_service(), ServerConfig(port=0, grpc_port=None)) as running,
+        RewardClient(running.http_url, policy=RetryPolicy(tries=1)) as client,
+        pytest.raises(ServerFault, match="tokenize_func"),
+    ):
+        client.score(texts=["ab"])
 
 
 def test_infer_computes_all_rows_in_this_process() -> None:
@@ -123,7 +160,7 @@ def test_infer_fn_runs_in_one_thread_at_a_time() -> None:
 
     def ask(length: int) -> float:
         start.wait(120)
-        return server.infer(tokens=np.ones((1, 9)), sequence_lengths=np.array([[length]]))["rewards"].item()
+        return server.infer(tokens=np.ones((1, 9), int), sequence_lengths=np.array([[length]]))["rewards"].item()
 
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(ask, range(1, 9))) == list(range(1, 9))

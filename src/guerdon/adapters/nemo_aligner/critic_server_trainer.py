@@ -16,7 +16,7 @@ from guerdon.core import Command, Executor, ModelInfo, Signal
 from guerdon.critic_core import ControlRequest, Operation, TrainRequest
 from guerdon.distributed import parts
 from guerdon.distributed.ranks import Ranks
-from guerdon.engine.functions import FunctionEncoder, check_batching
+from guerdon.engine.functions import FunctionEncoder, check_batching, read_rows
 from guerdon.errors import ConfigError, InvalidRequest
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.critic.controller import Critic
@@ -131,11 +131,11 @@ class CriticServerTrainer:
         `rewards` `[B,1]`.
         """
         if inputs is not None:
-            return self.critic.infer(inputs["inputs"], inputs["sequence_length"])
+            return self.critic.infer(*read_rows(inputs["inputs"], inputs["sequence_length"]))
         if set(named) == {"sentences"}:
             tokens, lengths = self.critic.encoder.padded(named["sentences"])
         elif set(named) == {"tokens", "sequence_lengths"}:
-            tokens, lengths = named["tokens"], named["sequence_lengths"]
+            tokens, lengths = read_rows(named["tokens"], named["sequence_lengths"])
         else:
             raise InvalidRequest(
                 f"run_inference takes inputs, or tokens with sequence_lengths, or sentences, not {sorted(named)}"

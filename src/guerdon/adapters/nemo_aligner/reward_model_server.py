@@ -12,7 +12,7 @@ from guerdon.assembly import Parts, build_service, run
 from guerdon.core import ModelInfo, Score, Sequence
 from guerdon.distributed.parts import BatchParts, data_parallel_size
 from guerdon.distributed.ranks import Ranks
-from guerdon.engine.functions import FunctionEncoder, PaddedScorer, check_batching
+from guerdon.engine.functions import FunctionEncoder, PaddedScorer, check_batching, read_rows
 from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.service import Service
@@ -80,8 +80,7 @@ class RewardModelServer:
         if set(inputs) == {"sentences"}:
             tokens, lengths = self.scorer.encoder.padded(inputs["sentences"])
         elif set(inputs) == {"tokens", "sequence_lengths"}:
-            tokens = np.asarray(inputs["tokens"], dtype=np.int64)
-            lengths = np.asarray(inputs["sequence_lengths"]).reshape(-1)
+            tokens, lengths = read_rows(inputs["tokens"], inputs["sequence_lengths"])
         else:
             raise InvalidRequest(f"infer takes sentences, or tokens with sequence_lengths, not {sorted(inputs)}")
         sequences = [Sequence(row[:n], width=len(row)) for row, n in zip(tokens, lengths, strict=True)]
