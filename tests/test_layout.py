@@ -15,7 +15,7 @@ import pytest
 SRC = Path(__file__).parents[1] / "src"
 BASE = {
     "core", "critic_core", "durable", "endings", "errors", "judge_core", "memory", "messages",
-    "plots", "settings", "teacher_core", "tensor_files", "thinking", "trees", "vocabulary",
+    "padded_rows", "plots", "settings", "teacher_core", "tensor_files", "thinking", "trees", "vocabulary",
 }  # fmt: skip
 PARTS = {"wire", "client", "kinds", "server", "engine", "distributed", "training", "actor"}
 

@@ -134,8 +134,9 @@ def test_lengths_that_do_not_fit_are_refused(reward_port: int) -> None:
     client = RemoteGPTRMClient(config(REWARD_YAML, reward_port, pad_to_length=4))
     with pytest.raises(InvalidRequest, match=r"tokens\[0\] has 5 ids, more than pad_to_length, 4"):
         client.infer_rm(rollout([1, 2, 3, 4, 5]))
-    with pytest.raises(InvalidRequest, match=r"\[9\] for response_tokens of shape \[1, 5\]"):
-        client.infer_rm(rollout([1]) | {"response_lengths": torch.tensor([9])})
+    for length in (9, -1):
+        with pytest.raises(InvalidRequest, match=f"row 0 of the tokens has length {length}, which is not from 0 to 5"):
+            client.infer_rm(rollout([1]) | {"response_lengths": torch.tensor([length])})
 
 
 @contextmanager

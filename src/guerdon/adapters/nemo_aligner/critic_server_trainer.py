@@ -16,8 +16,9 @@ from guerdon.core import Command, Executor, ModelInfo, Signal
 from guerdon.critic_core import ControlRequest, Operation, TrainRequest
 from guerdon.distributed import parts
 from guerdon.distributed.ranks import Ranks
-from guerdon.engine.functions import FunctionEncoder, check_batching, read_rows
+from guerdon.engine.functions import FunctionEncoder, check_batching
 from guerdon.errors import ConfigError, InvalidRequest
+from guerdon.padded_rows import read_rows
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.critic.controller import Critic
 from guerdon.server.service import Service

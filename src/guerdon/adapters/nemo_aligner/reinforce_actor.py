@@ -20,6 +20,7 @@ from guerdon.actor.remote_teacher import RemoteTeacher
 from guerdon.actor.rollouts import Prompt
 from guerdon.engine.checkpoint.language_models import load_policy
 from guerdon.errors import ConfigError
+from guerdon.padded_rows import read_rows
 from guerdon.settings.actors import PolicyConfig, RolloutConfig, TeacherServer
 from guerdon.settings.fields import check_settings
 from guerdon.training.algorithms.losses import Aggregation, GlobalCounts, PolicyLossStats, reinforce_loss
@@ -134,10 +135,10 @@ class ReinforceActor:
         with EOS; `response_lengths` (with the prompt) and `prompt_lengths`, int64 `[B]`; `is_end` bool `[B]`, False
         where a response was cut.
         """
-        lengths = inference_batch["length"].reshape(-1).tolist()
-        rows = [row[:length].cpu().numpy() for row, length in zip(inference_batch["text"], lengths, strict=True)]
+        padded, lengths = read_rows(inference_batch["text"], inference_batch["length"])
+        rows = [row[:length] for row, length in zip(padded, lengths, strict=True)]
         texts = ["" if self.tokenizer is None else self.tokenizer.decode(row) for row in rows]
-        prompts = [Prompt(i, row.astype(np.int64), text) for i, (row, text) in enumerate(zip(rows, texts, strict=True))]
+        prompts = [Prompt(i, row, text) for i, (row, text) in enumerate(zip(rows, texts, strict=True))]
         step = self.trainer.step_count
         self._num_inferred = self._num_inferred + 1 if self._inferred_at == step else 1
         self._inferred_at = step
@@ -256,9 +257,9 @@ class ReinforceActor:
         self, tokens: Tensor, lengths: Tensor | None, prompt_lengths: Tensor | None, *, of_reference: bool
     ) -> Tensor:
         count, width = tokens.shape
-        ends = torch.full((count,), width) if lengths is None else lengths.reshape(-1).cpu()
+        padded, ends = read_rows(tokens, np.full(count, width) if lengths is None else lengths)
         starts = torch.ones(count, dtype=torch.int64) if prompt_lengths is None else prompt_lengths.reshape(-1).cpu()
-        rows = [row[:end].numpy() for row, end in zip(tokens.cpu(), ends.tolist(), strict=True)]
+        rows = [row[:end] for row, end in zip(padded, ends, strict=True)]
         temperature = self.rollout_config.temperature
         made: Sequence[Tensor] | Tensor
         if of_reference and self._reference is not None:

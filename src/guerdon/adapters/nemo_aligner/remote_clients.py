@@ -12,7 +12,8 @@ import numpy as np
 from guerdon.client import CriticClient, CriticScores, RetryPolicy, RewardClient, Scores
 from guerdon.client.ordering import TrainFuture
 from guerdon.critic_core import CheckpointInfo
-from guerdon.errors import ConfigError, InvalidRequest
+from guerdon.errors import ConfigError
+from guerdon.padded_rows import read_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,13 +114,7 @@ class Remote:
     def _samples(self, rollout_batch: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the client's arguments: the rows of `response_tokens` `[B, S]` without padding."""
         self._wait_once()
-        tokens = rollout_batch["response_tokens"].cpu().numpy()
-        lengths = rollout_batch["response_lengths"].reshape(-1).cpu().numpy()
-        if len(lengths) != len(tokens) or (lengths > tokens.shape[1]).any():
-            raise InvalidRequest(
-                f"response_lengths are {lengths.tolist()} for response_tokens of shape {list(tokens.shape)}: give the "
-                "length of each row, prompt and response"
-            )
+        tokens, lengths = read_rows(rollout_batch["response_tokens"], rollout_batch["response_lengths"])
         rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
         return {"tokens": rows, "pad_to_length": read_setting(self.cfg, "pad_to_length", None)}
 

@@ -12,8 +12,9 @@ from guerdon.assembly import Parts, build_service, run
 from guerdon.core import ModelInfo, Score, Sequence
 from guerdon.distributed.parts import BatchParts, data_parallel_size
 from guerdon.distributed.ranks import Ranks
-from guerdon.engine.functions import FunctionEncoder, PaddedScorer, check_batching, read_rows
+from guerdon.engine.functions import FunctionEncoder, PaddedScorer, check_batching
 from guerdon.errors import ConfigError, InvalidRequest, SampleFailed
+from guerdon.padded_rows import read_rows
 from guerdon.server.batching.jobs import Limits
 from guerdon.server.service import Service
 from guerdon.settings.config import ModelConfig, ServedModelConfig, ServerConfig
