@@ -92,8 +92,8 @@ class Comparing:
 
 NUM_READINGS = 4
 VALUE, SIDE, OTHER, ENTROPY = range(NUM_READINGS)
-"""Rows of a judge's answers, float64 `[4,K]` for K criteria: the value that `verdict` chooses, the likeliest label's
-value, the probability of no label, and the entropy over the labels' values."""
+"""Rows of a judge's answers, float64 `[4,K]` for K criteria: the value that `verdict` chooses, the likeliest value,
+the probability of no label, and the entropy over the labels' values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +204,13 @@ class Rubric:
         with np.errstate(invalid="ignore", divide="ignore"):
             shares = np.exp(wide - wide.max(-1, keepdims=True))
             shares /= shares.sum(-1, keepdims=True)
-            values = np.asarray(self.values)
+            values, distinct = np.asarray(self.values), np.array([*dict.fromkeys(self.values)])
             # Not by products of matrices, whose sums depend on the number of rows.
             expected = (shares * values).sum(-1)
-            likeliest = values[shares.argmax(-1)] + 0 * expected
-            # Labels of one value, such as two spellings, leave no doubt.
-            each = np.stack([shares[..., values == value].sum(-1) for value in np.unique(values)])
+            # Labels of one value, such as two spellings, are one answer. An index by a mask would transpose the memory,
+            # in which many labels' sums have other bits in another batch.
+            each = np.stack([shares.compress(values == value, -1).sum(-1) for value in distinct])
+            likeliest = distinct[each.argmax(0)] + 0 * expected
             entropy = -np.where(each > 0, each * np.log(each), each).sum(0)
         return np.stack([expected if verdict == "expected" else likeliest, likeliest, other, entropy])
 

@@ -1,5 +1,6 @@
 """A judge's labels are one token each where they stand, its questions share what they can, and its values are means."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,31 @@ def test_values_are_means_over_the_labels_alone() -> None:
     unsure = -0.75 * np.log(0.75) - 0.25 * np.log(0.25)
     np.testing.assert_allclose(score.attributes, [0.75, 0.25, 0.6, unsure], rtol=1e-6)
     np.testing.assert_allclose([score.reward], [1.5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_labels_of_one_value_are_one_answer(seed: int) -> None:
+    """All that is read of labels stays the same if they are split into labels of the same value."""
+    drawn = np.random.default_rng(seed)
+    values, parts = drawn.permutation([1.0, 0.5, 0.0]), drawn.integers(1, 5, 3)
+    whole = drawn.dirichlet([1, 1, 1, 1], 6)[:, :3]
+    shares = np.concatenate(
+        [one * drawn.dirichlet(np.ones(n), 6) for one, n in zip(whole.T[..., None], parts, strict=True)], -1
+    )
+    order = drawn.permutation(shares.shape[1])
+    labels, split = tuple("abcdefghijkl"[: len(order)]), np.repeat(values, parts)[order]
+    for verdict in ("expected", "likeliest"):
+        want = replace(RUBRIC, labels=("a", "b", "c"), values=tuple(values)).read(np.log(whole), verdict)
+        got = replace(RUBRIC, labels=labels, values=tuple(split)).read(np.log(shares[:, order]), verdict)
+        np.testing.assert_allclose(got, want, atol=1e-12)
+    np.testing.assert_array_equal(got[0], values[whole.argmax(-1)])
+
+
+def test_many_labels_of_one_value_have_the_same_bits_in_any_batch() -> None:
+    logprobs = np.log(np.random.default_rng(0).dirichlet(np.ones(40), 64))
+    many = replace(RUBRIC, labels=tuple(map(str, range(40))), values=(1.0,) * 25 + (0.0,) * 15)
+    alone = np.concatenate([many.read(row[None], "expected") for row in logprobs], 1)
+    np.testing.assert_array_equal(many.read(logprobs, "expected"), alone)
 
 
 def test_labels_that_are_impossible_fail_the_sample_under_any_bound() -> None:

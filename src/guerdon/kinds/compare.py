@@ -56,7 +56,7 @@ def combine_orders(values: np.ndarray, likeliest: np.ndarray) -> tuple[np.ndarra
     """Returns the first responses' verdicts, float64 `[C,K]`, and whether the two orders disagreed, bool `[C,K]`.
 
     Both arguments are `[C,2,K]`: what the answers are worth to the response that was read first, which is the first of
-    the pair in one order and the second in the other. If the likeliest labels prefer different responses, the verdict
+    the pair in one order and the second in the other. If the likeliest values prefer different responses, the verdict
     is a tie, 0.5; else it is the mean of both orders.
     """
     side = np.sign(likeliest - 0.5)

@@ -324,7 +324,7 @@ class JudgeConfig(QueueConfig, LanguageModelConfig):
     rubric: str = setting("", "YAML file with the template, the labels and the criteria.")
     verdict: Literal["expected", "likeliest"] = setting(
         "expected",
-        "Value of a criterion: the mean of the labels' values by their probabilities, or the likeliest label's.",
+        "Value of a criterion: the mean of the labels' values by their probabilities, or the likeliest value.",
     )
     max_other_mass: float = setting(
         0.5, "Largest probability mass outside the labels; above it, the sample fails.", least=0, most=1
