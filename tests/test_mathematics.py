@@ -56,7 +56,7 @@ TABLE: dict[str, tuple[list[Any], list[str], list[str]]] = {
         ["18", "\\boxed{18}", "18 thousand", "1.8 million", "\\boxed{18 billion}"],
     ),
     "numbers with a base": (
-        ["1011_2", "1011_{2}", "23_4", "B_{16}", "$1011_2$", "11"],
+        ["1011_2", "1011_{2}", "23_4", "0B_{16}", "$1011_2$", "11"],
         ["\\boxed{1011_2}", "\\boxed{1011_{2}}", "$23_4$", "It is 1011_2.", "\\boxed{11}"],
         ["\\boxed{1011_3}", "\\boxed{1011}", "$1011_{10}$", "\\boxed{1011_4}"],
     ),
@@ -146,6 +146,20 @@ def test_an_answer_is_right_if_it_has_the_value_of_the_label(name: str) -> None:
     rewards = verify([answer for _, answer in asked], [label for label, _ in asked])
     wanted = [1.0] * len(labels) * len(right) + [0.0] * len(labels) * len(wrong)
     assert [x for x in zip(asked, rewards, strict=True) if x not in zip(asked, wanted, strict=True)] == []
+
+
+def test_a_letter_with_an_index_is_no_number() -> None:
+    """Such as Fibonacci's F_{20}, or a term of a sequence; it equals itself alone."""
+    for letter, base in itertools.product("ABCDEF", (2, 10, 11, 12, 16, 20, 36)):
+        for symbol in (f"{letter}_{{{base}}}", f"{letter}_{base}"):
+            value, other = str(int(letter, 16)), "A" if letter == "F" else chr(ord(letter) + 1)
+            answers = [f"\\boxed{{{symbol}}}", f"\\boxed{{{value}}}", f"\\boxed{{{other}_{{{base}}}}}"]
+            assert verify(answers, [value] * 3) == [0.0, 1.0, 0.0], symbol
+            if letter != "E":  # no symbol to math-verify, which finds no answer in such a label
+                assert verify(answers, [symbol] * 3) == [1.0, 0.0, 0.0], symbol
+    for digits, value in (("FF_{16}", 255), ("FF_16", 255), ("F0_{20}", 300), ("1A_{12}", 22), ("A0_{ 11 }", 110)):
+        assert verify([f"\\boxed{{{digits}}}", f"\\boxed{{{value}}}"] * 2, [value, digits, digits, value]) == [1.0] * 4
+    assert verify(["\\boxed{AB_{12}}", "\\boxed{AB_{12}}"], ["131", "AB_{12}"]) == [0.0, 1.0]
 
 
 def test_numbers_of_all_sizes_are_what_they_are_written_as() -> None:

@@ -134,7 +134,7 @@ def _mixed(found: re.Match[str]) -> str:
 def _in_base(found: re.Match[str]) -> str:
     """Returns the value of digits with a base, which math-verify drops."""
     try:
-        return str(int(found[1], int(found[2] or found[3])))
+        return str(int(found[1], int(found[3])))
     except ValueError:  # no such base, or other digits
         return found[0]
 
@@ -149,7 +149,11 @@ _REWRITTEN: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
     (re.compile(r"\b(?:(?:US|AU|CA|NZ|HK|SG)\s?(?=\\?\$\s?[\d.]|\\\$)|[ACRS](?=\\\$))"), ""),  # of a country
     (re.compile(r"(?<!\\)\\\$"), ""),  # the sign of dollars
     (re.compile(r"(?:USD|EUR|GBP|JPY|CNY|INR|Rs\.?)\s*(?=\d)"), ""),
-    (re.compile(r"(?<![\w.,])([0-9A-F]+)_(?:\{\s*([1-9]\d?)\s*\}|([1-9]\d?)(?!\d))"), _in_base),
+    # Letters alone are symbols with an index, such as F_{20}; only with the base 16 several of them are digits.
+    (
+        re.compile(r"(?<![\w.,])(?=[A-F]*\d|[A-F]{2,}_\{?\s*16)([0-9A-F]+)_(\{\s*)?([1-9]\d?)(?(2)\s*\}|(?!\d))"),
+        _in_base,
+    ),
     (_SCALED, lambda found: f"{Decimal(found[1].replace(',', '')) * _SCALES[found[3].lower()]:f}{found[2]}"),
     (re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+"), lambda found: f"^({found[0].translate(_RAISED)})"),
     (re.compile(r"\u221a\s*(\d+|[A-Za-z])"), r"\\sqrt{\1}"),
