@@ -38,7 +38,7 @@ class Spelling(Protocol):
     added_texts: frozenset[str]
     unk_token_id: int | None
 
-    def pieces(self, tokens: np.ndarray) -> list[str]: ...
+    def split(self, tokens: np.ndarray) -> tuple[list[str], list[bool]]: ...
 
     def spell(self, text: str) -> tuple[np.ndarray, np.ndarray] | InvalidRequest: ...
 
@@ -74,11 +74,11 @@ class Alignment:
 def align(own: np.ndarray, others: np.ndarray, start: int = 0, *, is_sharp: bool = True) -> Alignment:
     """Returns the smallest chunks of two tokenisations of a text's characters from `start` on.
 
-    `own` and `others` are where each token ends, ascending. Unless it `is_sharp`, the first of `others` begins before
-    `start`, and the first chunk is none. A token without characters belongs to what follows it.
+    `own` and `others` are where each token ends, in half characters, ascending. Unless it `is_sharp`, the first of one
+    begins before `start`, and the first chunk is none. A token without characters belongs to what follows it.
     """
     cuts = np.intersect1d(own, others)
-    cuts = cuts[cuts > start]
+    cuts = cuts[(cuts > start) & (cuts % 2 == 0)]
     found = []
     for ends in (own, others):
         is_empty = ends <= np.concatenate([[start], ends[:-1]])
@@ -172,7 +172,7 @@ def _read_row(
         )
     skipped = 0 if prompt is None else max(0, first - _CONTEXT)
     read, first = row[skipped:], first - skipped
-    pieces = student.pieces(read)
+    pieces, opens = student.split(read)
     # A special token of the student's means nothing to the teacher, unless it has one of the same name.
     named = zip(read.tolist(), pieces, strict=True)
     shared, unknown = teacher.added_texts, student.unk_token_id
@@ -180,18 +180,19 @@ def _read_row(
     is_lost = np.array(lost, bool)
     texts = ["" if lost else piece for lost, piece in zip(is_lost, pieces, strict=True)]
     before = "".join(texts[:first]) if prompt is None else prompt
-    start, response = len(before) if isinstance(before, str) else 0, "".join(texts[first:])
+    start, response = 2 * len(before) if isinstance(before, str) else 0, "".join(texts[first:])
     spelled = teacher.spell(before + response) if isinstance(before, str) else teacher.spell_after(before, response)
     if isinstance(spelled, InvalidRequest):
         return spelled
     ids, ends = spelled
-    num_before = int(np.searchsorted(ends, start, "right")) if start else 0
-    own = start + np.cumsum([len(text) for text in texts[first:]], dtype=np.int64)
-    is_sharp = not start or (num_before > 0 and ends[num_before - 1] == start)
-    made = align(own, ends[num_before:], start, is_sharp=is_sharp)
-    made.own[is_lost[first:]] = UNALIGNED
-    is_broken = np.array([_BROKEN in text for text in texts[first:]], bool)
+    is_sharp = not start or start in ends
+    num_before = int(np.searchsorted(ends, start)) + is_sharp if start else 0
+    own = start + 2 * np.cumsum([len(text) for text in texts[first:]], dtype=np.int64) + opens[first:]
+    is_sharp &= not first or not opens[first - 1]
+    made = align(np.maximum.accumulate(own), ends[num_before:], start, is_sharp=is_sharp)
+    is_broken = np.array([_BROKEN in piece for piece in pieces[first:]], bool)
     made.drop({*made.own[is_broken].tolist(), *made.others[ids[num_before:] == teacher.unk_token_id].tolist()})
+    made.own[is_lost[first:]] = UNALIGNED
     if isinstance(before, np.ndarray):
         ids, num_before = np.concatenate([before, ids]), len(before)
     # Both have ways to end an answer, which are no characters.

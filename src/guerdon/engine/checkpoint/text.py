@@ -322,9 +322,9 @@ class TextEncoder:
         ]
 
     def spell(self, text: str) -> tuple[np.ndarray, np.ndarray] | InvalidRequest:
-        """Returns the text's ids, and the character at which each token ends, both int64 `[T]`.
+        """Returns the text's ids, and where each token ends, both int64 `[T]`.
 
-        Of several tokens of one character all but the last end before it.
+        Ends count half characters, so that an odd one lies within a character that has several tokens.
         """
         if self._fast is None:
             return InvalidRequest("the tokenizer has no offsets of tokens, by which they could be aligned")
@@ -336,7 +336,8 @@ class TextEncoder:
             self._untrimmed.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
         made = self._untrimmed.encode(text, add_special_tokens=False)
         offsets = np.array(made.offsets, np.int64).reshape(-1, 2)
-        ends = np.minimum(offsets[:, 1], np.append(offsets[1:, 0], len(text)))
+        after = np.append(offsets[1:, 0], len(text))
+        ends = 2 * np.minimum(offsets[:, 1], after) + (offsets[:, 1] > after)
         return np.array(made.ids, np.int64), np.maximum.accumulate(ends)
 
     def spell_after(self, before: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray] | InvalidRequest:
@@ -347,9 +348,9 @@ class TextEncoder:
                 if isinstance(spelled := self.spell(context + text), InvalidRequest):
                     return spelled
                 ids, ends = spelled
-                if len(context) in ends:  # no token lies over the seam
-                    first = int(np.searchsorted(ends, len(context), "right"))
-                    return ids[first:], ends[first:] - len(context)
+                if (seam := 2 * len(context)) in ends:  # no token lies over it
+                    first = int(np.searchsorted(ends, seam)) + 1
+                    return ids[first:], ends[first:] - seam
         return self.spell(text)
 
     @cached_property
@@ -391,6 +392,10 @@ class TextEncoder:
 
         If several tokens make up one character, the last one has it and the others are empty.
         """
+        return self.split(tokens)[0]
+
+    def split(self, tokens: np.ndarray) -> tuple[list[str], list[bool]]:
+        """Returns `pieces`, and of each token whether it ends within a character."""
         return split_text(self._text, tokens.tolist())
 
     def decode(self, tokens: np.ndarray) -> str:

@@ -18,9 +18,13 @@ _LONGEST_SILENCE = 32
 """Tokens without text after which the context before them is dropped."""
 
 
-def split_text(decode: Callable[[list[int]], str], ids: list[int]) -> list[str]:
-    """Returns the text that each token adds to those before it, that of a character at its last token."""
+def split_text(decode: Callable[[list[int]], str], ids: list[int]) -> tuple[list[str], list[bool]]:
+    """Returns the text that each token adds to those before it, that of a character at its last token.
+
+    And whether the token ends within a character.
+    """
     pieces: list[str] = []
+    opens: list[bool] = []
     start = read = 0  # the span between them is already in `pieces`, but a decoder needs it as context
     context, waiting = "", 0  # and tokens of a character that is not complete
     for i in range(len(ids)):
@@ -30,12 +34,13 @@ def split_text(decode: Callable[[list[int]], str], ids: list[int]) -> list[str]:
         if is_cut_off or i + 1 == len(ids):
             known = text
         pieces.append(known[len(context) :])
+        opens.append(known != text)
         context += pieces[-1]
         waiting = 0 if pieces[-1] or known == text else waiting + 1
         if known == text and (pieces[-1] or i + 1 - start > _LONGEST_SILENCE):
             start, read = read, i + 1
             context = decode(ids[start:read])
-    return pieces
+    return pieces, opens
 
 
 class TokenTexts:
