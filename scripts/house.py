@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 63_299,
+    "lines of src": 63_310,
     "files of src": 317,
-    "lines of tests": 83_875,
+    "lines of tests": 83_897,
     "modules with one importer": 69,
     "private functions that one place calls": 561,
     "imports, % of the lines": 6.7,
