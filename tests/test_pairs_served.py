@@ -276,6 +276,58 @@ def test_the_actors_texts_are_pairs_to_an_encoder(server: RunningServer, referen
     assert [r.reward for r in rollouts] == pytest.approx([reference("bert", *pair) for pair in PAIRS], abs=2e-5)
 
 
+def single_scores(server: RunningServer, name: str, texts: list[str]) -> dict[str, list[float]]:
+    """The scores of texts without prompts, by the form."""
+    sentences = {"name": "sentences", "datatype": "BYTES", "shape": [len(texts)], "data": texts}
+    (rewards, *_) = post(server, f"/v2/models/{name}/infer", {"inputs": [sentences]})["outputs"]
+    with RewardClient(server.http_url, model=name) as client:
+        scores = client.score(texts=texts)
+    asked = {"model": name, "input": texts}
+    return {
+        "KServe": rewards["data"],
+        "RewardClient": list(scores),
+        "/classify": [entry["probs"][0] for entry in post(server, "/classify", asked)["data"]],
+        "/pooling": [entry["data"][0] for entry in post(server, "/pooling", asked)["data"]],
+        "/predict": [entry[0]["score"] for entry in post(server, "/predict", {"model": name, "inputs": [*zip(texts)]})],
+        "/get_reward": post(server, f"/get_reward?model={name}", {"query": texts})["rewards"],
+    }
+
+
+def test_a_text_by_itself_has_the_special_tokens_of_an_encoder(
+    server: RunningServer, reference: Callable[..., float]
+) -> None:
+    texts = ["hello a", "b", "hello world " * 9]
+    for name in MODELS:
+        want = [reference(name, text, "") for text in texts]
+        for form, got in single_scores(server, name, texts).items():
+            assert got == pytest.approx(want, abs=2e-5), (name, form)
+        plain = post(server, "/classify", {"model": name, "input": texts, "add_special_tokens": False})["data"]
+        want = [reference(name, text, "", add_special_tokens=False) for text in texts]
+        assert [entry["probs"][0] for entry in plain] == pytest.approx(want, abs=2e-5), name
+    brevity = rewarding.brevity(texts)
+    want = [reference("bert", text, "") + more for text, more in zip(texts, brevity, strict=True)]
+    assert single_scores(server, "total", texts)["KServe"] == pytest.approx(want, abs=2e-5)
+
+
+def test_a_text_by_itself_is_cut_as_transformers_cuts_it(
+    server: RunningServer, reference: Callable[..., float]
+) -> None:
+    for side in ("left", "right"):
+        want = reference("bert", LONG, "", side, max_length=MOST, truncation=True)
+        assert single_scores(server, f"{side}-bert", [LONG])["KServe"] == pytest.approx([want], abs=2e-5)
+
+
+def test_the_tokens_shown_are_those_that_are_scored(server: RunningServer) -> None:
+    for name, num_added in (("bert", 2), ("qwen2", 0)):
+        counts = [
+            post(server, "/tokenize", {"model": name, "prompt": "hello a", **more})["count"]
+            for more in ({}, {"add_special_tokens": False}, {"add_special_tokens": True})
+        ]
+        assert counts == [counts[1] + num_added, counts[1], counts[1] + num_added], name
+        (spans,) = post(server, "/tokenize", {"model": name, "inputs": ["hello a"]})
+        assert len(spans) == counts[0]
+
+
 @pytest.mark.parametrize("adds", [False, True])
 def test_special_tokens_are_added_as_the_client_says(
     adds: bool, server: RunningServer, reference: Callable[..., float]
@@ -315,7 +367,10 @@ def test_a_sum_passes_its_pairs_to_all_components(server: RunningServer, referen
 
 def test_a_text_that_has_special_tokens_already_stands_as_it_is(server: RunningServer) -> None:
     whole = "[CLS] hello a [SEP] b [SEP]"
-    (alone,) = post(server, "/classify", {"model": "bert", "input": [whole]})["data"]
+    body = {"model": "bert", "input": [whole, "hello a"]}  # beside a text that has none
+    plain, *_ = post(server, "/classify", {**body, "add_special_tokens": False})["data"]
+    alone, _ = post(server, "/classify", body)["data"]
+    assert alone["probs"] == pytest.approx(plain["probs"], abs=2e-5)
     assert by_kserve(server, "bert", [("[CLS] hello a [SEP]", " b [SEP]")]) == pytest.approx(alone["probs"], abs=2e-5)
 
 

@@ -134,7 +134,7 @@ class ScoreRequest:
     `prompts` and `references` (any JSON value; `labels` on the wire) are for functions and judges that read them.
     `splits` are the characters at which texts divide into pairs, None for a text that is none; to a model that
     `reads_pairs` a text with a prompt is a pair anyway. With `add_special_tokens` the tokenizer's special tokens are
-    added to texts; None adds them only to the pairs of such a model. With `completes` texts that the chat template has
+    added to texts; None adds them to those of such a model. With `completes` texts that the chat template has
     made end as it ends an answer. Without `truncation` the server's setting decides about long samples. `width` is the
     length of the padded rows that the tokens were sent in. With `is_whole` the first invalid sample fails the request,
     and later ones need not be read. A judge that compares waits for the rest of the `cohort`.

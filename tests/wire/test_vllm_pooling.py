@@ -156,6 +156,23 @@ def test_an_activation_is_what_the_checkpoint_was_trained_by():
         assert told.get("score", told.get("relevance_score")) == 2.0
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/score", {"text_1": "a", "text_2": "b", "use_activation": True}),
+        ("/rerank", {"query": "a", "documents": ["b"], "use_activation": True}),
+        ("/rerank", {"query": "a", "texts": ["b"], "raw_scores": False}),
+    ],
+)
+def test_an_activation_without_a_meaning_is_refused(path, body):
+    several = Score(0.5, attributes=np.array([2.0, -1.0, 0.0], np.float32))
+    with pytest.raises(InvalidRequest, match="is a weighted sum of"):
+        reply(path, body, several, info=MANY)
+    if "raw_scores" not in body:
+        with pytest.raises(InvalidRequest, match="is Tanh by its config.json"):
+            reply(path, body, Score(2.0), info=replace(RM, activation="Tanh"))
+
+
 def test_pooling_by_token_and_by_step():
     values = Score(0.5, values=np.array([0.5, -2.0], np.float32))
     steps = Score(0.25, steps=np.array([0.25, 1.0], np.float32))

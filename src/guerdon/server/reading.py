@@ -147,7 +147,7 @@ class Reading:
 
     async def read_text(self, served: Served, request: ScoreRequest, cut: Truncation | None) -> Rows:
         """Tokenises in steps, so that the clients' turns are short; stops at the next step if cancelled."""
-        encoder, added, texts = served.encoder, bool(request.add_special_tokens), request.texts
+        encoder, added, texts = served.encoder, adds_special_tokens(request, served.info), request.texts
         if encoder is None:
             return texts or [read_response(conversation) for conversation in request.messages or ()]
         most = served.info.max_length
@@ -162,17 +162,19 @@ class Reading:
             messages = encoder.encode_messages_in_steps(request.messages or [], cut, most, is_whole=whole)
             return await self.tokenize(messages, name)
         splits = find_splits(request, served.info, encoder)
-        if splits is None:
+        # What already begins with the template's special token has its special tokens.
+        start = encoder.pair_start if added and request.add_special_tokens is None else ""
+        begun = {i for i, text in enumerate(texts) if text.startswith(start)} if start else set()
+        if splits is None and not begun:
             return await self.tokenize(encoder.encode_in_steps(texts, added, cut, most, is_whole=whole), name)
-        # A model that reads pairs distinguishes them by special tokens.
-        template = served.info.reads_pairs if request.add_special_tokens is None else added
+        splits = splits or [None] * len(texts)
         pairs = {i: (texts[i][:at], texts[i][at:]) for i, at in enumerate(splits) if isinstance(at, int)}
-        singles = {i: texts[i] for i, at in enumerate(splits) if at is None}
-        steps = encoder.encode_pairs_in_steps([*pairs.values()], template, cut, most, is_whole=whole)
-        apart = await self.tokenize(steps, name)
-        others = encoder.encode_in_steps([*singles.values()], added, cut, most, is_whole=whole)
-        alone = await self.tokenize(others, name)
-        made = dict(zip((*pairs, *singles), (*apart, *alone), strict=True))
+        steps = encoder.encode_pairs_in_steps([*pairs.values()], added, cut, most, is_whole=whole)
+        made: dict[int, Any] = dict(zip(pairs, await self.tokenize(steps, name), strict=True))
+        for adds in (True, False):
+            lone = [i for i, at in enumerate(splits) if at is None and adds == (added and i not in begun)]
+            others = encoder.encode_in_steps([texts[i] for i in lone], adds, cut, most, is_whole=whole)
+            made |= zip(lone, await self.tokenize(others, name), strict=True)
         made |= {i: at for i, at in enumerate(splits) if isinstance(at, InvalidRequest)}
         return [made[i] for i in range(len(texts))]
 
@@ -186,7 +188,7 @@ class Reading:
         found = await self.run_in_parts([*full], lambda some: [*map(split, some)])
         suspects = {i: texts for i, texts in zip(full, found, strict=True) if texts is not None}
         texts = [text for pair in suspects.values() for text in pair]
-        steps = encoder.encode_in_steps(texts, bool(request.add_special_tokens), None, most)
+        steps = encoder.encode_in_steps(texts, adds_special_tokens(request, served.info), None, most)
         found_ids = await self.tokenize(steps, served.info.name)
         lengths = iter([most + 1 if isinstance(ids, InvalidRequest) else len(ids) for ids in found_ids])
         made = [*rows]
@@ -264,6 +266,11 @@ def check(served: Served, request: ScoreRequest) -> None:
             f"{info.name} reads texts, not tokens: it has no special tokens to add, and nothing to truncate; "
             "leave these options out"
         )
+
+
+def adds_special_tokens(request: ScoreRequest, info: ModelInfo) -> bool:
+    """Whether the tokenizer's special tokens are added to texts: by default to those of a model that reads one."""
+    return info.reads_pairs if request.add_special_tokens is None else request.add_special_tokens
 
 
 def find_splits(

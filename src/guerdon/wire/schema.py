@@ -97,7 +97,7 @@ _REPORT = _does(Operation.TRAIN, Operation.VALIDATE, Operation.SAVE, Operation.L
 # fmt: off
 # Inputs of models: name, datatype, axes, attribute of the ScoreRequest, who has it, what it is.
 SENTENCES = Field("sentences", "BYTES", "B 1", "texts", _model(lambda info: info.takes_text),
-                  "texts, tokenised without special tokens")
+                  "texts; special tokens are added only for an encoder")
 MESSAGES = Field("messages", "BYTES", "B 1", "messages", _model(lambda info: info.takes_messages),
                  'each a JSON list of `{"role", "content"}`, for the checkpoint\'s chat template')
 TOKENS = Field("tokens", "INT64", "B T", "tokens", _TOKENS,

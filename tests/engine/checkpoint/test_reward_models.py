@@ -104,10 +104,42 @@ def test_several_labels_are_attributes_with_their_names(name: str, tmp_path: Pat
     for trained, activation in ((None, "fitting"), ("multi_label_classification", "sigmoid"), ("regression", "none")):
         zoo.configure(tmp_path, problem_type=trained)
         assert load_reward_model(ModelConfig(model=str(tmp_path))).info.activation == activation
+    zoo.configure(tmp_path, problem_type="single_label_classification")
+    with pytest.raises(ConfigError, match="chooses one of the labels helpfulness, verbosity, safety"):
+        load(folder)
+    assert load(folder, attribute_weights=[1.0, -1.0, 0.0]).info.activation == "fitting"
     expected = zoo.reference_outputs(folder, ROWS)
     for made, outputs in zip(score(loaded, ROWS), expected, strict=True):
         np.testing.assert_allclose(made.attributes, outputs, atol=2e-5)
         assert made.reward == pytest.approx((outputs[0] - 0.5 * outputs[1] - 0.25) / 2, abs=2e-5)
+
+
+def test_a_mean_of_labels_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = zoo.checkpoint("llama", tmp_path, id2label={0: "bad", 1: "good"}, num_labels=2)
+    for trained, weights, is_told in (
+        (None, None, True), ("multi_label_classification", None, True),
+        ("regression", None, False), (None, [-1.0, 1.0], False),
+    ):  # fmt: skip
+        caplog.clear()
+        load(zoo.configure(folder, problem_type=trained), attribute_weights=weights)
+        assert ("the plain mean of bad, good" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize(
+    ("written", "activation"),
+    [
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "none"),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, "none"),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"}, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}, "Tanh"),
+        ({"sentence_transformers": {"version": "5.0"}, "problem_type": "regression"}, "none"),
+    ],
+)
+def test_a_cross_encoder_has_the_activation_that_it_names(
+    written: dict[str, Any], activation: str, tmp_path: Path
+) -> None:
+    folder = zoo.configure(zoo.checkpoint("bert", tmp_path), **written)
+    assert load(folder).info.activation == activation
 
 
 def test_modernbert_pools_as_its_config_says_unless_told_otherwise(tmp_path: Path) -> None:

@@ -195,6 +195,8 @@ def _head(
             raise ConfigError(
                 f"attribute_weights has {len(weights)} numbers, the model has {count}", "give one weight per output"
             )
+    elif weights is None and parts.num_outputs > 1 and not parts.is_process_reward:
+        _check_merge(config, parts)
     pooling = parts.pooling if config.pooling == "auto" else config.pooling
     if pooling == "last_non_pad" and pad_token_id is None:
         if config.pooling != "auto":
@@ -293,6 +295,43 @@ def load_critic(config: ModelConfig, *, moment_bytes: int | None = None, ranks: 
 # ------------------------------------------------------------------------------------ the description of a model
 
 
+def _check_merge(config: ModelConfig, parts: ModelParts) -> None:
+    """Raises ConfigError if the labels exclude each other: the mean of their logits says nothing; warns of any mean."""
+    names, problem_type = ", ".join(_labels(parts)), getattr(parts.trunk.config, "problem_type", None)
+    if problem_type == "single_label_classification":
+        raise ConfigError(
+            f"{config.model} chooses one of the labels {names}, and the mean of their logits is no reward",
+            "give attribute_weights, such as 1 for what is good and -1 for what is bad; replies have each label's "
+            "number, too",
+        )
+    if problem_type != "regression" and config.merge_attributes:
+        log.warning(
+            "%s: the reward is the plain mean of %s; give attribute_weights if they do not count alike, or if one of "
+            "them is chosen",
+            config.name,
+            names,
+        )
+
+
+def _labels(parts: ModelParts) -> tuple[str, ...]:
+    labels = parts.trunk.config.id2label or {}
+    return tuple(labels.get(i, f"LABEL_{i}") for i in range(parts.num_outputs))
+
+
+def _activation(model_config: Any) -> str:
+    """Returns what is applied to a label's output on request: what a cross-encoder names, else what its loss applies.
+
+    sentence-transformers writes a class's path, under the first key since its version 4.
+    """
+    own = getattr(model_config, "sentence_transformers", None)
+    named = own.get("activation_fn") if isinstance(own, dict) else None
+    named = named or getattr(model_config, "sbert_ce_default_activation_function", None)
+    if named is None:
+        return _ACTIVATIONS.get(str(getattr(model_config, "problem_type", "")), "fitting")
+    name = str(named).rpartition(".")[2]
+    return {"Identity": "none", "Sigmoid": "sigmoid"}.get(name, name)
+
+
 def describe(
     config: ModelConfig,
     weights_version: str,
@@ -308,7 +347,6 @@ def describe(
     outputs = ["rewards"] + ["attributes"] * several
     if parts.per_token:
         outputs.append("step_rewards" if parts.is_process_reward else "values")
-    labels = parts.trunk.config.id2label or {}
     steps = head.steps
     is_special = bool(steps and steps.separator_ids and encoder and encoder.is_added(steps.separator_ids[0]))
     reads_pairs = encoder is not None and parts.trunk.config.model_type in SEQUENCE_HEADS
@@ -317,7 +355,7 @@ def describe(
         kind=parts.kind,
         source=config.model,
         outputs=tuple(outputs),
-        attribute_names=tuple(labels.get(i, f"LABEL_{i}") for i in range(parts.num_outputs)) if several else (),
+        attribute_names=_labels(parts) if several else (),
         vocab_size=parts.trunk.get_input_embeddings().num_embeddings,
         max_length=find_max_length(config.max_length, parts.trunk),
         eos_token_id=eos_token_id,
@@ -337,7 +375,7 @@ def describe(
         # TRL and Skywork tokenise each step by itself; cards that read logits, and special tokens, whole texts.
         splits_at=steps.separator if steps and encoder and not (config.reward or is_special) else "",
         gate_ids=parts.gate_ids,
-        activation=_ACTIVATIONS.get(str(getattr(parts.trunk.config, "problem_type", "")), "fitting"),
+        activation=_activation(parts.trunk.config),
         vocabulary="" if encoder is None else encoder.all_tokens_digest(),
         tokenizer="" if encoder is None else encoder.identity(),
         proofs=(*(encoder.proofs if encoder else ()), *([f"rewards: {parts.module}"] if config.reward else ())),

@@ -73,7 +73,7 @@ class Trial:
             texts = [text if isinstance(text, str) else "" for text in tokenizer.render_prompts(self.prompts)]
         else:
             assert request.texts is not None
-            rows, texts = tokenizer.encode(request.texts), self.prompts
+            rows, texts = tokenizer.encode(request.texts, info.reads_pairs), self.prompts
         different = [*dict.fromkeys(texts)]
         encoded = dict(zip(different, tokenizer.encode(different), strict=True))
         prompts = [encoded[text] for text in texts]

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Meta
 
 from guerdon.core import ModelInfo, Score, ScoreReply
-from guerdon.errors import SampleFailed
+from guerdon.errors import InvalidRequest, SampleFailed
 from guerdon.wire.bodies import BLOCK, Written
 from guerdon.wire.score_tensors import scores_of
 
@@ -17,7 +17,7 @@ Activation = Literal["sigmoid", "softmax", "fitting"]
 """The function of a sample's numbers; `fitting` is softmax for several, sigmoid for one."""
 
 ACTIVATIONS: dict[str, Activation | None] = {"fitting": "fitting", "sigmoid": "sigmoid", "none": None}
-"""By `ModelInfo.activation`."""
+"""By `ModelInfo.activation`; any other is a function that a checkpoint names, and that is not known here."""
 
 InBase64 = Annotated[Any, Meta(extra_json_schema={"type": "string"})]
 """A string, or `Written` as one."""
@@ -32,10 +32,19 @@ def number(value: float) -> np.float32:
     return np.float32(value)
 
 
-def rewards_of(reply: ScoreReply, activation: Activation | None = None) -> np.ndarray:
+def rewards_of(reply: ScoreReply) -> np.ndarray:
     """Returns the samples' rewards, float32 `[B]`; raises the first failed row's error."""
-    rewards = np.array([number(score.reward) for score in scores_of(reply)], np.float32)
-    return activated(rewards[:, None], activation)[:, 0]
+    return np.array([number(score.reward) for score in scores_of(reply)], np.float32)
+
+
+def activated_rewards_of(reply: ScoreReply, info: ModelInfo, activation: Activation | None) -> np.ndarray:
+    """Returns `rewards_of` activated; raises InvalidRequest if that has no meaning, for a sum of several labels."""
+    if activation is not None and len(info.attribute_names) > 1 and not info.has_components:
+        raise InvalidRequest(
+            f"the reward of {info.name} is a weighted sum of {', '.join(info.attribute_names)}, to which no activation "
+            "belongs: ask for the labels by /classify, or for the raw number"
+        )
+    return activated(rewards_of(reply)[:, None], activation)[:, 0]
 
 
 def labels_of(info: ModelInfo, count: int = 1) -> tuple[str, ...]:

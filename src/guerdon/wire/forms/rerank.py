@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 from guerdon.core import ModelInfo, ScoreReply
 from guerdon.errors import InvalidRequest
 from guerdon.wire.forms.form import SOME, Body, FormRequest, Text, Whole, either, pair_samples, refuses, serves
-from guerdon.wire.forms.labels import Activation, components_of, rewards_of
+from guerdon.wire.forms.labels import Activation, activated_rewards_of, components_of
 from guerdon.wire.forms.openai import count_tokens, new_id, to_error
 from guerdon.wire.forms.tei import Direction, truncation_of
 from guerdon.wire.forms.vllm_pooling import (
@@ -104,7 +104,7 @@ def _of_vllm(body: RerankBody, url: OptionsUrl) -> FormRequest:
     num_returned = body.top_n if body.top_n is not None and body.top_n > 0 else len(documents)
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> RerankReply:
-        numbers, scores = rewards_of(reply, activation_of(body, info)), scores_of(reply)
+        numbers, scores = activated_rewards_of(reply, info, activation_of(body, info)), scores_of(reply)
 
         def row(i: int) -> RerankRow:
             shown = UNSET if body.return_documents is False else RankedDocument(documents[i])
@@ -128,7 +128,7 @@ def _of_tei(body: TEIRerankBody, url: OptionsUrl) -> FormRequest:
     activation: Activation | None = "sigmoid" if body.raw_scores is False else None
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> list[TEIRank]:
-        numbers, scores = rewards_of(reply, activation), scores_of(reply)
+        numbers, scores = activated_rewards_of(reply, info, activation), scores_of(reply)
 
         def row(i: int) -> TEIRank:
             text = body.texts[i] if body.return_text else UNSET

@@ -253,7 +253,7 @@ def _batch_reward(body: BatchRewardBody, url: form.Url) -> form.FormRequest:
 
 
 class EvaluationBody(form.Body, kw_only=True):
-    """Whole texts, tokenised without special tokens; `max_length` cuts their ends off."""
+    """Whole texts, as in `sentences`; `max_length` cuts their ends off."""
 
     example: ClassVar[str] = '{"model": "reward_model", "messages": ["a prompt and its response"]}'
     messages: Annotated[list[form.Text], Meta(min_length=1, max_length=MAX_ROWS, description="a list of strings")]

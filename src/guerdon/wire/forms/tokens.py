@@ -61,7 +61,7 @@ class TextTokenizer(Protocol):
 )
 @form.refuses("mm_processor_kwargs media_io_kwargs", "models here read only text")
 class TokenizeBody(form.Body, kw_only=True):
-    """A text, to which nothing is added unless it is asked for, or messages, which the chat template renders."""
+    """A text, with special tokens as where it is scored, or messages, which the chat template renders."""
 
     example: ClassVar[str] = '{"prompt": "a text"}'
     prompt: str | UnsetType = UNSET
@@ -153,6 +153,12 @@ class TokenForm:
         return asked if asked.model else Asked(url.model, asked.num_bytes, asked.answer)
 
 
+def _adds(body: TokenizeBody | TEITokenizeBody, info: ModelInfo) -> bool:
+    """Whether special tokens are added, by default as to a text that the model scores; never to messages."""
+    has_template = isinstance(body, TokenizeBody) and not isinstance(body.messages, UnsetType)
+    return info.reads_pairs and not has_template if body.add_special_tokens is None else body.add_special_tokens
+
+
 def _of_vllm(body: TokenizeBody) -> Asked:
     form.one_of(body, "prompt", "messages")
     if body.add_generation_prompt and body.continue_final_message:
@@ -170,7 +176,7 @@ def _of_vllm(body: TokenizeBody) -> Asked:
             continues = body.continue_final_message
             text = _or_raise(tokenizer.render_as(body.messages, adds_prompt=adds_prompt, continues=continues))
         assert isinstance(text, str)
-        ids = _or_raise(tokenizer.encode([text], bool(body.add_special_tokens))[0])
+        ids = _or_raise(tokenizer.encode([text], _adds(body, info))[0])
         names = tokenizer.names_of(ids) if body.return_token_strs else None
         return TokenizeReply(len(ids), info.max_length, ids.tolist(), names)
 
@@ -184,8 +190,8 @@ def _of_tei(body: TEITokenizeBody) -> Asked:
     size = sum(map(len, texts))
     _check_size(size, MAX_SPANS)
 
-    def answer(tokenizer: TextTokenizer, _: ModelInfo) -> list[list[TokenSpan]]:
-        rows = (tokenizer.spans(text, bool(body.add_special_tokens)) for text in texts)
+    def answer(tokenizer: TextTokenizer, info: ModelInfo) -> list[list[TokenSpan]]:
+        rows = (tokenizer.spans(text, _adds(body, info)) for text in texts)
         return [[TokenSpan(*one) for one in _or_raise(row)] for row in rows]
 
     return Asked(body.model or "", size * _TOKEN_BYTES, answer)

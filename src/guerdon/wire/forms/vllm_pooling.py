@@ -255,7 +255,14 @@ def use_activation(body: SampleOptions) -> bool | None:
 
 def activation_of(body: SampleOptions, info: ModelInfo) -> labels.Activation | None:
     """Returns the activation of the scores: none unless the body requests one, then the checkpoint's, as in vLLM."""
-    return labels.ACTIVATIONS[info.activation] if use_activation(body) else None
+    if not use_activation(body):
+        return None
+    if info.activation not in labels.ACTIVATIONS:
+        raise InvalidRequest(
+            f"the activation of {info.name} is {info.activation} by its config.json, which guerdon does not have: "
+            "leave use_activation out, and apply it to the raw numbers"
+        )
+    return labels.ACTIVATIONS[info.activation]
 
 
 def _encoder(body: PoolingBody | EmbeddingsBody) -> Callable[[np.ndarray], Any]:
@@ -375,7 +382,7 @@ def _of_pairs(body: PairsBody, url: OptionsUrl) -> form.FormRequest:
     reply_id = body.request_id or new_id()
 
     def to_reply(reply: ScoreReply, info: ModelInfo) -> PairsReply:
-        numbers, scores = labels.rewards_of(reply, activation_of(body, info)), scores_of(reply)
+        numbers, scores = labels.activated_rewards_of(reply, info, activation_of(body, info)), scores_of(reply)
         rows = [ScoreRow(index=i, score=numbers[i], **labels.components_of(s, info)) for i, s in enumerate(scores)]
         return PairsReply(data=rows, **_head(f"score-{reply_id}", reply, info))
 
