@@ -169,7 +169,7 @@ def test_an_activation_without_a_meaning_is_refused(path, body):
     with pytest.raises(InvalidRequest, match="is a weighted sum of"):
         reply(path, body, several, info=MANY)
     if "raw_scores" not in body:
-        with pytest.raises(InvalidRequest, match="is Tanh by its config.json"):
+        with pytest.raises(InvalidRequest, match=r"is Tanh by its config\.json"):
             reply(path, body, Score(2.0), info=replace(RM, activation="Tanh"))
 
 
