@@ -104,6 +104,18 @@ def test_rows_may_be_responses_alone_and_arrays(server: RunningServer, tables: l
     assert empty.errors == [None] and empty.logprobs[0].shape == (0,)
 
 
+GENERATE = {
+    "input_ids": [5, 6, 7, 8], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True,
+    "teacher_prompts": ["a"], "prompt_lengths": [2],
+}  # fmt: skip
+INPUTS = [
+    {"name": "tokens", "datatype": "INT64", "shape": [1, 4], "data": [5, 6, 7, 8]},
+    {"name": "sequence_lengths", "datatype": "INT64", "shape": [1, 1], "data": [4]},
+    {"name": "prompt_lengths", "datatype": "INT64", "shape": [1, 1], "data": [2]},
+    {"name": "teacher_prompts", "datatype": "BYTES", "shape": [1, 1], "data": ['"a"']},
+]
+
+
 def post(server: RunningServer, path: str, **body: Any) -> Any:
     reply = httpx.post(server.http_url + path, json=body)
     assert reply.status_code == 200, reply.text
@@ -190,10 +202,15 @@ def test_what_cannot_be_a_prompt_is_refused(samples: dict[str, Any], message: st
         ("/v1/completions", {"prompt": [[5, 6]], "teacher_prompts": [[]]}, r"teacher_prompts\[0\] must be"),
         ("/v1/completions", {"prompt": [[5, 6]], "teacher_prompts": ["a"], "echo": True, "logprobs": 1}, "not echoed"),
         ("/v1/completions", {"prompt": [[5]], "teacher_prompts": ["a"], "prompt_lengths": [2]}, "prompt length 2 lies"),
+        ("/generate", {**GENERATE, "logprob_start_len": 1}, "logprob_start_len is 1; under teacher_prompts"),
+        ("/generate", {**GENERATE, "logprob_start_len": 3}, "logprob_start_len is 3; .*token 2 on: send 0"),
+        ("/v2/models/teacher/infer", {"inputs": INPUTS, "parameters": {"start": 3}}, "leave start out"),
+        ("/v2/models/teacher/infer", {"inputs": INPUTS, "parameters": {"start": 1}}, "leave start out"),
     ],
 )
 def test_forms_refuse_what_contradicts_itself(
     path: str, body: dict[str, Any], message: str, server: RunningServer
 ) -> None:
-    reply = httpx.post(server.http_url + path, json={"max_tokens": 0, "prompt_logprobs": 0, **body})
+    defaults = {"max_tokens": 0, "prompt_logprobs": 0} if path.startswith("/v1") else {}
+    reply = httpx.post(server.http_url + path, json={**defaults, **body})
     assert reply.status_code == 400 and re.search(message, json.dumps(reply.json())), reply.text

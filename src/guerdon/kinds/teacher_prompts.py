@@ -12,7 +12,7 @@ from guerdon.core import ScoreRequest, common_prefix
 from guerdon.errors import InvalidRequest
 from guerdon.kinds.kind import Rows, SampleReader, Served, Tokenizer
 from guerdon.kinds.samples import or_nothing
-from guerdon.teacher_core import OwnPrompt
+from guerdon.teacher_core import LogprobQuery
 from guerdon.wire.signature import why_no_text
 
 _SHOWN_IDS = 8
@@ -53,7 +53,7 @@ async def read_under_own_prompts(
         raise InvalidRequest(
             "teacher_prompts go with token ids; of texts and messages, send the teacher's prompt as the prompt"
         )
-    texts = await own_prompts(reading, served, [query.prompt for query in request.asks])
+    texts = await own_prompts(reading, served, request.asks)
     distinct = list({text: None for text in texts.values() if isinstance(text, str)})
     ids: dict[Any, Any] = {}
     if distinct:
@@ -66,7 +66,7 @@ async def read_under_own_prompts(
         if query.prompt is None:
             continue
         before = ids[text] if isinstance(text := texts[i], str) else text
-        length, asks[i] = int(lengths[i]), dataclasses.replace(query, start=None, prompt=None)
+        length, asks[i] = int(lengths[i]), dataclasses.replace(query, prompt=None)
         if isinstance(before, InvalidRequest):
             rows[i] = before
         elif not 0 <= length <= len(row):
@@ -81,11 +81,16 @@ async def read_under_own_prompts(
 
 
 async def own_prompts(
-    reading: SampleReader, served: Served, prompts: ListLike[OwnPrompt | None]
+    reading: SampleReader, served: Served, queries: ListLike[LogprobQuery]
 ) -> dict[int, str | np.ndarray | InvalidRequest]:
     """Returns the samples' own prompts by their places: ids as they are, else texts; equal chats are rendered once."""
-    found: dict[int, Any] = {i: prompt for i, prompt in enumerate(prompts) if prompt is not None}
+    found: dict[int, Any] = {i: query.prompt for i, query in enumerate(queries) if query.prompt is not None}
     encoder = served.encoder
+    if any(queries[i].start is not None for i in found):
+        raise InvalidRequest(
+            "start counts tokens of a prompt that teacher_prompts replace; leave start out: the response is scored, "
+            "from its first token on, which prompt_lengths say"
+        )
     if not all(isinstance(prompt, np.ndarray) for prompt in found.values()) and not isinstance(encoder, Tokenizer):
         raise InvalidRequest(why_no_text(served.info))
     chats = {repr(prompt): prompt for prompt in found.values() if isinstance(prompt, list)}

@@ -55,8 +55,7 @@ class TeacherKind(Kind):
         if isinstance(request, NextTokenRequest):
             return await read_next_tokens(reading, served, served.encoder, request)
         if request.tokens is not None and (student := self.tokenizer(served)) is not served.encoder:
-            prompts = [query.prompt for query in request.asks or ()]
-            own = await own_prompts(reading, served, prompts)
+            own = await own_prompts(reading, served, request.asks or ())
             asked = await read_as_student(reading, served, student, own, request, cut)
         elif request.asks is not None and any(query.prompt is not None for query in request.asks):
             rows, request = await read_under_own_prompts(reading, served, request)

@@ -86,7 +86,8 @@ def put_prompts(body: _AsksTeachers, request: ScoreRequest) -> list[int | None]:
     if body.prompt_lengths is not None:
         request.prompt_lengths = to_ids(body.prompt_lengths)
     for i, value in enumerate(body.teacher_prompts or ()):
-        asks[i] = replace(asks[i], prompt=own_prompt(value, f"teacher_prompts[{i}]"))
+        if (prompt := own_prompt(value, f"teacher_prompts[{i}]")) is not None:
+            asks[i] = replace(asks[i], prompt=prompt, start=None)  # replies say where the response begins
     for i, value in enumerate(body.teachers or ()):
         asks[i] = replace(asks[i], teachers=named_teachers(value, f"teachers[{i}]"))
     return found

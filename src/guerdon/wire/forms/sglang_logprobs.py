@@ -201,6 +201,11 @@ def _generate(body: SGLangGenerateBody, url: form.Url) -> form.FormRequest:
                 f"token_ids_logprob_positions has {len(one.by_position)} entries for sample {i} of {len(row)} tokens; "
                 "send one for each token, empty ones where nothing is asked"
             )
+        if one.response is not None and one.start not in (None, 0, one.response):
+            raise InvalidRequest(
+                f"logprob_start_len is {one.start}; under teacher_prompts sample {i} is scored from its response's "
+                f"token {one.response} on: send 0"
+            )
     request.asks = [one.query(None if row is None else len(row)) for one, row in zip(asked, rows, strict=True)]
     request.priority = body.priority or 0
     put_prompts(body, request)
