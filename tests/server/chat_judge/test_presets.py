@@ -148,6 +148,9 @@ MALFORMED = {
         ('It is not really "[[A]]".', "is denied"),
         ("I cannot say [[A]]", "is denied"),
         ("[[A]], or rather a tie", "taken back"),
+        ("[[A]] | B", "taken back"),
+        ("[[A]]?", "is questioned"),
+        ("[[A]] would be too kind", "has a condition"),
         ("<think>[[A]]", "thinking is not closed"),
     ],
 }

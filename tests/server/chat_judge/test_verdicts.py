@@ -174,6 +174,39 @@ def test_a_word_that_is_taken_back_is_no_verdict(behind: str) -> None:
         assert "is taken back" in why or "is a part of more" in why, why
 
 
+OPEN = ["?", " (?)", "? No, bad.", " if X, bad otherwise", " unless X", ", provided X", " would be too kind", "~~ bad"]
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [*OPEN, " | bad", ", bad", "; bad.", " / bad", "|bad", "** | **bad**", " → bad", " => bad in the end", " -> bad",
+     " vs. bad", " and bad", " and bad in parts", " - bad", " (bad)", ", bad otherwise", " — just kidding, it is bad"],
+)  # fmt: skip
+def test_a_word_that_is_left_open_or_leads_to_another_is_no_verdict(behind: str) -> None:
+    for answer in (f"Verdict: good{behind}", f'{{"score": "good"}}{behind}'):
+        parse = JSON if answer[0] == "{" else {"regex": r"Verdict: (\w+)"}
+        why = refusal(answer, values={"good": 1.0, "bad": 0.0}, **parse)
+        assert "is taken back" in why or "is questioned" in why, why
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [". The bad parts are few.", ", bad formatting aside", " (not bad)", " and not bad", " - no bad parts", ", fine",
+     "\nBad: nothing", "\nIf you want more, ask.", "; bad would be too harsh", ". Would be better with tests."],
+)  # fmt: skip
+def test_another_word_may_stand_in_the_explanation(behind: str) -> None:
+    values = {"good": 1.0, "bad": 0.0, "fine": 1.0}
+    assert read(f"Verdict: good{behind}", regex=r"Verdict: (\w+)", values=values) == 1
+
+
+def test_a_single_letter_is_no_article() -> None:
+    letters = {"regex": r"Better: ([AB])", "values": {"A": 1.0, "B": 0.0}}
+    for behind in (", but a bit long", " and a half", ", A is too long"):
+        assert read(f"Better: B{behind}", **letters) == 0
+    for behind in (", but A is close", " > A", ", A"):
+        assert "is taken back" in refusal(f"Better: B{behind}", **letters)
+
+
 @pytest.mark.parametrize(
     "behind",
     ["", ", but long", ". But the style is bad.", ". No bad words.", ". The other one is bad", ", though unbad",
@@ -199,6 +232,60 @@ def test_a_number_that_is_taken_back_is_no_verdict(behind: str) -> None:
 )
 def test_what_is_counted_is_no_other_verdict(behind: str) -> None:
     assert read(f"Score: 7{behind}", **TEN) == 7
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [*OPEN, "? Hmm, no: 3", "/10?", "/10, but really 3", "/10. No, 5/10.", "/10 (just kidding, 2/10)", ", 5.", "; 5",
+     " (5)", " if correct, else 2", ". On reflection, 5.", " (revised: 3)", "\nFinal score: 5", "\n**Final**: 5",
+     " is too high, so 4."],
+)  # fmt: skip
+def test_a_number_that_is_left_open_or_leads_to_another_is_no_verdict(behind: str) -> None:
+    why = refusal(f"Score: 7{behind}", **TEN)
+    assert "is taken back" in why or "is questioned" in why, why
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [" stars out of {}", " (max {})", ", maximum: {}.", " (scale 1-{})", " (on a {}-point scale)", " from {}",
+     " on a scale of 1 to {}", " out of a maximum of {}", " points (of {})", " / {}"],
+)  # fmt: skip
+def test_a_scale_beside_a_number_is_the_settings_or_there_is_no_verdict(scale: str) -> None:
+    assert read(f"Score: 3{scale.format(10)}", **TEN) == 3
+    assert "is a part of more" in refusal(f"Score: 3{scale.format(5)}", **TEN)
+    assert "is a part of more" in refusal(f"Score: 3{scale.format(10)}", regex=TEN["regex"])
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [" because of 2 errors", ", 2-3 errors", "; 2/3 of the facts", " (1) clear (2) short", " (5 for content)",
+     " (was 3)", "\nIf it had tests, 9.", ". It would be 9 with tests.", "\nFinal answer: 42", " - because of 3 bugs"],
+)  # fmt: skip
+def test_numbers_may_stand_in_the_explanation(behind: str) -> None:
+    assert read(f"Score: 7{behind}", **TEN) == 7
+
+
+@pytest.mark.parametrize(
+    "behind", ["+", "+/10", "-ish", "\u200b0", " less 2", " then 5", " minus two", ", minus 2: 5", " => 5"]
+)
+def test_a_number_that_is_counted_with_is_never_read_in_part(behind: str) -> None:
+    assert "is a part of more" in refusal(f"Score: 7{behind}", **TEN)
+
+
+def test_a_verdict_that_its_line_denies_is_none() -> None:
+    for text in ("I won't give Score: 7", "It is not true that Score: 7"):
+        assert "is denied" in refusal(text, **TEN)
+    for text in ("It does not compile\nScore: 7", "It is not perfect. Score: 7"):
+        assert read(text, **TEN) == 7
+
+
+@pytest.mark.parametrize("blanks", [" ", "\n", "\t", " ("])
+def test_blanks_behind_a_verdict_take_no_time(blanks: str) -> None:
+    """Patterns that try each of their divisions take minutes for so many."""
+    started = time.thread_time()
+    assert read(f"Score: 7{blanks * 30_000}x", **TEN) == 7
+    assert read(f"Verdict: good{blanks * 30_000}x", regex=r"Verdict: (\w+)", values={"good": 1.0, "bad": 0.0}) == 1
+    assert time.thread_time() - started < 5
 
 
 @pytest.mark.parametrize("between", ["' or '", "` and `", " / or "])

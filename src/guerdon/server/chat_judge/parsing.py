@@ -115,63 +115,88 @@ _BEFORE_NUMBER = re.compile(
     )$""",
     re.VERBOSE | re.IGNORECASE,
 )
+_SPELT = "one|two|three|four|five|six|seven|eight|nine|ten|twenty|hundred"
 _AFTER_NUMBER = re.compile(
-    rf"""[a-z_] | \\?[.,:'’٫٬…]+ \d | \s* [.٫] \d | \*{{1,2}} [.,]? \d | {_GAP}? [‰‱]  # 1e1, 7k, 1_0, 7.5, 7,5, 7..10
-       | {_GAP}? (?:[{_DASH}{_TIMES}:|→*/⁄] | -> | \+/-) {_GAP}? \d                # 7-10, 7 × 10, 7 : 10, 7 -> 5
-       | {_GAP}? (?:[½⅓⅔¼¾⅕⅛] | &\w+;)                                          # 7 ½
+    rf"""[a-z_+\u200b\u2060\ufeff] | -ish | \\?[.,:'’٫٬…]+ \d | \s* [.٫] \d | \*{{1,2}} [.,]? \d  # 1e1, 7k, 7+, 7.5
+       | {_GAP}? [‰‱] | {_GAP}? (?:[½⅓⅔¼¾⅕⅛] | &\w+;)                                # 7 ½
+       | {_GAP}? (?:[{_DASH}{_TIMES}:|→*/⁄] | -> | =+>? | \+/-) {_GAP}? \d             # 7-10, 7 × 10, 7 : 10, 7 -> 5
        | {_GAP}? [\u2009\u202f] {_GAP}? \d | {_GAP} \d{{3}} (?!\d) | {_GAP} \d+ [/⁄] \d  # 1 000, 7 1/2
-       | {_GAP}+ (?:or|to|through|thru|until|plus|minus|times|x|over|and|&|e-?) {_GAP}* [\d½]
+       | ,? {_GAP}+ (?:or|to|through|thru|until|then|plus|minus|less|times|x|over|e-?) {_GAP}* (?:[\d½]|(?:{_SPELT})\b)
+       | {_GAP}+ (?:and|&) {_GAP}* [\d½]
        | {_GAP}+ (?:(?:and|&){_GAP}(?:an?{_GAP})?)? (?:half|halves|quarters?|thirds?|tenths?) \b
        | {_GAP}+ (?:point|dot|percent|per{_GAP}cent|hundred|thousand|million|dozen|divided{_GAP}by) \b
-       | {_GAP}* (?:/|out{_GAP}of|of) {_GAP}* (?:one|two|three|four|five|six|seven|eight|nine|ten|twenty|hundred) \b
-       | {_GAP}+ (?:\w+{_GAP}+)? (?:of|on{_GAP}an?{_GAP}scale) \b [^.\n]{{0,24}} \d     # 7 stars of 5
+       | {_GAP}* (?:/|out{_GAP}of|of) {_GAP}* (?:{_SPELT}) \b
     """,
     re.VERBOSE | re.IGNORECASE,
 )
 _SCALE = re.compile(
-    rf"[*`)\]}}\"'$]{{,3}}{_GAP}*\(?(?:[%％٪]|(?:[/⁄]|(?:out{_GAP})?of{_GAP}(?:a{_GAP}possible{_GAP})?){_GAP}*(\d+(?:\.\d+)?))",
-    re.IGNORECASE,
+    rf"""[*`)\]}}\"'$]{{,3}} {_GAP}*+ (?: \(? [%％٪] | (?: \(? [/⁄] {_GAP}*                  # 70%, 7/10
+       | (?:(?<!\d) (?!because) [^\W\d_]+\b {_GAP}*+)? [(\[,;]? {_GAP}*+                   # 7 stars, 7 (
+         (?:(?:out{_GAP}+)?of|from|max(?:imum)?|scale|on{_GAP}+an?) \b [^.!?\n\d]{{0,24}} )  # out of, on a scale of
+       (?:\d+ (?:\.\d+)? {_GAP}* (?:[{_DASH}]|to) {_GAP}*)? (\d+ (?:\.\d+)?) )               # 10, 1 to 10""",
+    re.VERBOSE | re.IGNORECASE,
 )
 """What may follow a number of a scale; marks around the number may end before it."""
 _BEFORE_WORD = re.compile(
-    r"(?:[^\W_]|[^\W_][-_'’/]|(?:\b(?:not|no|never|hardly|neither|nor)|n['’]t)\s+(?:\w+\s+){0,2})$", re.IGNORECASE
+    r"(?:[^\W_]|[^\W][-_'’/]|(?:\b(?:not|no|never|hardly|neither|nor)|n['’]t)\s+(?:\w+\s+){0,2})$", re.IGNORECASE
 )
 _AFTER_WORD = re.compile(r"[^\W_]|[-_'’/][^\W_]|\s+or\s+\w", re.IGNORECASE)
-_END = r"[\s*_`\"')\]}]*"
-_CONTRAST = rf"{_END}[,;:(–—-]*\s*(?:but|however|yet|though|although|except|or|and\s+yet)\b"
-_RETRACTION = (
-    rf"{_END}[,;:(.!…–—-]*\s*(?:no(?:pe)?(?=\s*[,.:;!–—-])|(?:no\s+)?wait|actually|rather|correction|sorry|hmm+|instead|i\s+mean|make\s+(?:that|it)|"
-    r"on\s+second\s+thought|scratch\s+that)\b"
-)
-"""What takes a verdict back may begin the next sentence; there, what contrasts is about another thing."""
-_TAKEN_BACK = re.compile(
-    rf"(?:{_CONTRAST}|{_RETRACTION})[^.!?\n]{{0,40}}?(?<![\w.])\d+(?:[.,/]\d+)?\s*(?:[.,;!?)*/]|$|\n|out\s+of|of\s+\d)",
-    re.IGNORECASE,
-)
-"""Matches another number after a number, which nothing is counted by."""
 _CONTEXT = 24
 """Characters of the text that are looked at before a verdict."""
 
+# Possessive, because many blanks that several parts of a pattern may match would take quadratic time.
+_END, _END_IN_LINE = r"[\s*_`\"')\]}/#>]*+", r"[^\S\n]*+[*_`\"')\]}]*+[^\S\n]*+"
+_CONTRAST = rf"{_END}[,;:(–—-]*\s*(?:but|however|yet|though|although|except|or|and\s+yet)\b"
+_RETRACTION = (
+    rf"{_END}[,;:(.!…–—-]*\s*(?:no(?:pe)?(?=\s*[,.:;!–—-])|(?:no\s+)?wait|actually|rather|correction|sorry|hmm+|instead|"
+    r"i\s+mean|make\s+(?:that|it)|on\s+(?:second\s+thought|reflection)|scratch\s+that|just\s+kidding|changed|revised|"
+    r"corrected|final(?:\s+(?:score|verdict|rating|grade))?(?=\W*[:=]))\b"
+)
+"""What takes a verdict back may begin the next sentence; there, what contrasts is about another thing."""
+_OPEN = re.compile(
+    rf"{_END_IN_LINE}(?:\(?\?|~~|[,:]?[^\S\n]*(?:(?:only\s+)?if|unless|provided|assuming)\b"
+    r"|(?:would|could|might|was|were|is\s+too)\b)",
+    re.IGNORECASE,
+)
+"""Matches what leaves a verdict open: a question, strokes, or a condition, as in a prompt that the answer repeats."""
+_LINK = rf"{_END_IN_LINE}(?:[|/\\&+~≈<>=→⇒⟶➜]|-+>|\bvs?\b\.?|\bversus\b)[^\w.!?\n]{{0,3}}"
+_LIST = rf"{_END_IN_LINE}(?:[,;:(–—-]|\band\b)[^\w.!?\n]{{0,3}}"
+_CASE = r"(?:if|unless|when|otherwise|else|depending|in|at|on|for|by|overall|alike|both)\b"
+"""What leads from a verdict to another: always; or unless a phrase begins with the other, "good, bad style aside", to
+which the words of a case do not belong."""
+_OTHER_NUMBER = re.compile(
+    rf"(?:{_CONTRAST}|{_RETRACTION})[^.!?\n]{{0,40}}?(?<![\w.])\d+(?:[.,/]\d+)?\s*(?:[.,;!?)*/]|$|\n|out\s+of|of\s+\d)"
+    rf"|{_LIST}\d+(?:[.,/]\d+)?[.,;!?)*]*{_GAP}*(?:$|\n|(?:if|unless|otherwise|else)\b)",
+    re.IGNORECASE,
+)
+"""Matches another number after a number, which nothing is counted by."""
 
-def is_taken_back(text: str, end: int, others: Iterable[str] | None = None) -> bool:
-    """Whether the sentence after a verdict, which ends at `end`, names another, such as `good, but bad`.
 
-    Others are `others`; without them, numbers.
+def find_doubt(text: str, end: int, others: Iterable[str] | None = None) -> str | None:
+    """Returns why the verdict that ends at `end` is none, by what follows it, such as `good, but bad`; None if it is.
+
+    Others are `others`, of which single letters are matched in their case; without them, numbers.
     """
     if others is None:
-        return _TAKEN_BACK.match(text, end) is not None
-    words = "|".join(re.escape(other) for other in others if other)
-    behind = rf"[^.!?\n]{{0,80}}?(?<!\w)(?:{words})(?!\w)"
-    return (
-        bool(words)
-        and re.compile(rf"(?:{_CONTRAST}|{_RETRACTION}){behind}", re.IGNORECASE).match(text, end) is not None
-    )
+        other = _OTHER_NUMBER
+    else:
+        each = [re.escape(one) if len(one) > 1 else f"(?-i:{re.escape(one)})" for one in others if one]
+        words = "|".join(each) or "(?!)"
+        other = re.compile(
+            rf"(?:{_CONTRAST}|{_RETRACTION})[^.!?\n]{{0,80}}?(?<!\w)(?:{words})(?!\w)"
+            rf"|{_LINK}(?:{words})(?!\w)|{_LIST}(?:{words}){_END_IN_LINE}(?:[^\w\s'’/-]|$|\n|(?<=\s){_CASE})",
+            re.IGNORECASE,
+        )
+    if other.match(text, end):
+        return "is taken back by what follows"
+    return "is questioned, has a condition or is struck out" if _OPEN.match(text, end) else None
 
 
-def goes_on(text: str, start: int, end: int, highest: float | None = None) -> bool:
-    """Whether the verdict in `text[start:end]` is a part of a longer number or word, or of a range, sum or fraction.
+def find_end(text: str, start: int, end: int, highest: float | None = None) -> int | None:
+    """Returns where the verdict `text[start:end]` ends with its scale, such as 7/10, 7 out of 10 or 70%.
 
-    A number of a scale, such as 7/10, 7 out of 10 or 70%, is whole if the scale ends at `highest`.
+    None if it is a part of a longer number or word, or of a range, sum or fraction, or if the scale does not end at
+    `highest`.
     """
     before = text[max(0, start - _CONTEXT) : start]
     first, last = text[start : start + 1], text[end - 1 : end]
@@ -183,21 +208,16 @@ def goes_on(text: str, start: int, end: int, highest: float | None = None) -> bo
             or (first in ("+", "-") and re.search(rf"\w{_GAP}?$", before))
             or (is_thousands and re.search(rf"\d{_GAP}$", before))
         ):
-            return True
+            return None
     elif first.isalpha() and _BEFORE_WORD.search(before):
-        return True
+        return None
     if last.isnumeric() or last == ".":
-        return _number_goes_on(text, end, highest)
-    return last.isalpha() and _AFTER_WORD.match(text, end) is not None
-
-
-def _number_goes_on(text: str, end: int, highest: float | None) -> bool:
-    if scale := _SCALE.match(text, end):
-        most = 100.0 if scale[1] is None else float(scale[1])
-        end = scale.end()
-        if most != highest or (scale[1] is not None and _SCALE.match(text, end)):
-            return True
-    return text[end : end + 1].isnumeric() or _AFTER_NUMBER.match(text, end) is not None
+        if scale := _SCALE.match(text, end):
+            if (100.0 if scale[1] is None else float(scale[1])) != highest:
+                return None
+            end = scale.end()
+        return None if text[end : end + 1].isnumeric() or _AFTER_NUMBER.match(text, end) else end
+    return None if last.isalpha() and _AFTER_WORD.match(text, end) else end
 
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?", re.ASCII)
@@ -221,8 +241,7 @@ _CHOICE = re.compile(r"[\W_]*(?:or|and|vs)[\W_]*", re.IGNORECASE)
 _NEGATED = re.compile(
     r"(?:\b(?:(?:can)?not|never|neither|nor|hardly)|n['’]t)\s+(?:\w+\s+){0,2}[*_`\"'(]*$", re.IGNORECASE
 )
-_CONDITIONAL = re.compile(rf"{_END}[,:]?\s*(?:if|unless)\b", re.IGNORECASE)
-"""What denies a verdict before it, and what makes it a case after it, as in a prompt that the answer repeats."""
+"""What denies a verdict before it."""
 _SCORES, _RANKING = {"score_1": (1, 5), "score_2": (1, 5), "ranking": (1, 6)}, "ranking"
 """Bounds of the three numbers of NVIDIA's GenRM: a ranking of 1 means that the first response is much better."""
 
@@ -243,8 +262,8 @@ def _read_genrm(text: str) -> float:
         if _RANKING in text[end:]:
             raise Unreadable(str(e)) from None
         found = found["overall"]
-    if is_taken_back(text, end):
-        raise Unreadable("its verdict is taken back by what follows")
+    if doubt := find_doubt(text, end):
+        raise Unreadable(f"its verdict {doubt}")
     numbers: dict[str, float] = {}
     for name, (least, most) in _SCORES.items():
         given = found.get(name) if isinstance(found, dict) else None
@@ -300,12 +319,8 @@ class AnswerParser:
             raise Unreadable("it has another verdict in double brackets beside the last one")
         if (value := _BRACKETS.get(last[1].strip().casefold())) is None:
             raise Unreadable(f"the verdict {_end(last[0])} is none of {', '.join(_BRACKETS).upper()}")
-        if is_taken_back(answer, last.end(), [one for one in ("A", "B", "tie") if one.casefold() not in near]):
-            raise Unreadable(f"the verdict {last[0]} is taken back by what follows; ask for it alone")
-        if _NEGATED.search(answer[max(0, last.start() - _CONTEXT) : last.start()]) or _CONDITIONAL.match(
-            answer, last.end()
-        ):
-            raise Unreadable(f"the verdict {last[0]} is denied, or has a condition; ask for it alone")
+        others = [one for one in ("A", "B", "tie") if one.casefold() not in near]
+        _check_kept(answer, last.start(), last.end(), last[0], others)
         return value
 
     def read(self, answer: ChatAnswer) -> float:
@@ -335,7 +350,7 @@ class AnswerParser:
             except NoObject as e:
                 raise Unreadable(str(e)) from None
             verdict = found[self._finder.key]
-            self._check_kept(answer, end, str(verdict))
+            _check_kept(answer, end, end, str(verdict), self._others(str(verdict)))
             return verdict
         return answer if self._regex is None else self._match(self._regex, answer)
 
@@ -349,22 +364,25 @@ class AnswerParser:
         verdict = found[1].strip()
         start += found[1].find(verdict)
         end = start + len(verdict)
-        if verdict and goes_on(text, start, end, None if self._values else self._config.highest):
+        whole = find_end(text, start, end, None if self._values else self._config.highest)
+        if verdict and whole is None:
             around = text[max(0, start - _AROUND) : end + _AROUND]
             raise Unreadable(
                 f"the verdict {_end(verdict)} is a part of more, {around!r}; ask for it alone, or match all of it"
             )
         if earlier is not None and earlier[1] != found[1] and _CHOICE.fullmatch(text, earlier.end(), found.start()):
             raise Unreadable(f"it leaves the choice between {_end(earlier[1])} and {_end(verdict)}")
-        self._check_kept(text, end, verdict)
+        if verdict:
+            _check_kept(text, found.start(), whole or end, verdict, self._others(verdict))
         return verdict
 
-    def _check_kept(self, text: str, end: int, verdict: str) -> None:
-        """Raises Unreadable if the text behind a verdict takes it back."""
-        others = None if self._values is None else [value for value in self._values if value != verdict.casefold()]
-        if verdict and is_taken_back(text, end, others):
-            behind = text[end : end + 2 * _AROUND]
-            raise Unreadable(f"the verdict {_end(verdict)} is taken back by what follows, {behind!r}; ask for it alone")
+    def _others(self, verdict: str) -> list[str] | None:
+        """Returns the words of other values than the verdict's, in capitals if it has them; None if it is a number."""
+        if self._values is None:
+            return None
+        value = self._values.get(verdict.casefold())
+        others = [word for word, worth in self._values.items() if worth != value]
+        return [word.upper() for word in others] if verdict.isupper() else others
 
     def _value(self, verdict: Any) -> float:
         if isinstance(verdict, int | float) and not isinstance(verdict, bool) and self._values is None:
@@ -392,6 +410,15 @@ class AnswerParser:
             bounds = f"{'any' if lowest is None else f'{lowest:g}'} to {'any' if highest is None else f'{highest:g}'}"
             raise Unreadable(f"the verdict {number:g} is out of its bounds, {bounds}")
         return number
+
+
+def _check_kept(text: str, start: int, end: int, verdict: str, others: list[str] | None) -> None:
+    """Raises Unreadable if the text around a verdict denies it, takes it back or leaves it open."""
+    line = text[max(0, start - _CONTEXT) : start].rpartition("\n")[2]
+    doubt = "is denied" if _NEGATED.search(line) else find_doubt(text, end, others)
+    if doubt:
+        shown = text[max(0, start - _AROUND) : end + 2 * _AROUND]
+        raise Unreadable(f"the verdict {_end(verdict)} {doubt}: {shown!r}; ask for it alone")
 
 
 def _end(text: str) -> str:
