@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 63_387,
+    "lines of src": 63_414,
     "files of src": 317,
-    "lines of tests": 84_018,
+    "lines of tests": 84_108,
     "modules with one importer": 69,
-    "private functions that one place calls": 563,
+    "private functions that one place calls": 562,
     "imports, % of the lines": 6.7,
     "public classes with two homes": 0,
     "places outside of kinds/ that ask for the kind": 10,
