@@ -77,6 +77,7 @@ def scored(path: Path) -> list[list[float]]:
     return [json.loads(line)["rewards"] for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 @by_itself
 def test_scoring_a_file_onto_a_full_disk_stops_with_its_reason_and_goes_on_when_there_is_room(
     rows: Path, disk: Path

@@ -84,6 +84,7 @@ def test_the_reward_rises_and_the_critic_learns(folder: Path, tmp_path: Path) ->
     assert rows[-1]["optimizer_steps"] == 320
 
 
+@pytest.mark.slow
 def test_a_pair_resumes_bitwise(folder: Path, tmp_path: Path) -> None:
     policies, critics = [], []
     for name, lengths in (("whole", [4]), ("parts", [2, 4])):

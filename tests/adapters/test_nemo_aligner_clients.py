@@ -257,6 +257,7 @@ def test_pytritons_critic(triton: tuple[Any, int]) -> None:
     client.close()
 
 
+@pytest.mark.slow
 def test_pytriton_is_never_sent_a_train_twice(triton: tuple[Any, int]) -> None:
     process, port = triton
     client = RemoteGPTRMCriticClient(config(CRITIC_YAML, port, pad_to_length=pytriton_critic.WIDTH))

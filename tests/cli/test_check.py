@@ -85,10 +85,9 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, dict[st
 
 SILENT = (
     "",
-    "answers mixed up",
     "cut at the left",
 )
-"""An innocent server, and some of the faults that change numbers without a word."""
+"""An innocent server, and one of the faults that change numbers without a word."""
 
 
 def faults(trials: dict[str, dict[str, str]]) -> dict[str, str]:

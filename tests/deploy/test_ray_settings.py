@@ -125,6 +125,7 @@ def test_a_replica_needs_keys_or_a_word(module: Any, tmp_path: Path, monkeypatch
     assert reply.status_code == 401
 
 
+@pytest.mark.slow
 def test_proxies_on_loopback_need_no_keys_as_a_plain_server_there(module: Any, proxies: SimpleNamespace) -> None:
     config = from_mapping(ServerConfig, MODELS)
     for proxies.host in ("127.0.0.1", "::1"):
