@@ -108,7 +108,7 @@ POSITIONS = [[i % 7] * (i % 3) for i in range(len(ROWS[0]))]
 SGLANG = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 1}}
 LONG: dict[str, tuple[str, dict[str, Any]]] = {
     "vllm": ("/v1/completions", {"prompt": ROWS, "prompt_logprobs": 2, "max_tokens": 1, "echo": True, "logprobs": 3}),
-    "sglang": ("/generate", {"input_ids": ROWS, "top_logprobs_num": 2, "token_ids_logprob": [5, -1], **SGLANG}),
+    "sglang": ("/generate", {"input_ids": ROWS, "top_logprobs_num": 2, "token_ids_logprob": [5, 1], **SGLANG}),
     "flat": ("/generate", {"input_ids": ROWS, "top_logprobs_num": 2, "return_flat_raw_top_logprobs": True, **SGLANG}),
     "positions": ("/generate", {"input_ids": ROWS[0], "token_ids_logprob_positions": POSITIONS, **SGLANG}),
     "trl": ("/get_sequence_logprobs/", {"sequences": ROWS, "prompt_lengths": [0] * len(ROWS), "top_logprobs": 2}),
@@ -379,6 +379,8 @@ SGLANG_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too many ids": ({"top_logprobs_num": 129}, "top_logprobs_num is 129; teacher gives at most 128 ids"),
     "a start behind the end": ({"logprob_start_len": 4}, "start is 4, after the end of the sample's 3 tokens"),
     "an id beyond the vocabulary": ({"token_ids_logprob": [300]}, "the given id 300 is outside the vocabulary"),
+    "no id": ({"token_ids_logprob": [5, -1]}, "token_ids_logprob[1] is -1"),
+    "no id of a sample's": ({"token_ids_logprob": [[5, -1]]}, "token_ids_logprob[0][1] is -1"),
     "ids and lists": ({"token_ids_logprob": [1, [2]]}, "token_ids_logprob holds ids and lists"),
     "too few positions": ({"token_ids_logprob_positions": [[1]]}, "has 1 entries for sample 0 of 3 tokens"),
     "wrong positions": ({"token_ids_logprob_positions": [1, 2, 3]}, "token_ids_logprob_positions is wrong"),

@@ -47,8 +47,8 @@ _NOT_SERVED = "this server answers with log-probs only"
 
 T = TypeVar("T")
 
-Given = Annotated[int, Meta(ge=-1, le=2**63 - 1, description="a token id")]
-GivenIds = Annotated[list[Given | list[Given] | None], form.SOME]
+GivenOrPad = Annotated[int, Meta(ge=-1, le=2**63 - 1, description="a token id, or -1 for none")]
+GivenIds = Annotated[list[form.TokenId | list[form.TokenId] | None], form.SOME]
 Start = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="the first position in the reply, or -1 for none")]
 
 
@@ -293,8 +293,8 @@ def _positions(value: list[Any] | None, count: int, single: bool) -> list[list[l
         return [None] * count
     try:
         if single:
-            return [msgspec.convert(value, list[list[Given]])]
-        return _each(msgspec.convert(value, list[list[list[Given]] | None]), count, "token_ids_logprob_positions")
+            return [msgspec.convert(value, list[list[GivenOrPad]])]
+        return _each(msgspec.convert(value, list[list[list[GivenOrPad]] | None]), count, "token_ids_logprob_positions")
     except msgspec.ValidationError as e:
         raise InvalidRequest(
             f"token_ids_logprob_positions is wrong: {e}; send a list of ids for each token, in a list with one such "
@@ -337,7 +337,7 @@ def _fill(
         query = one.query(len(tokens))
         assert query.given is not None
         given = np.broadcast_to(query.given, said.given_logprobs.shape)
-        rows = _rows(given, said.given_logprobs, texts_of, skips_pads=one.by_position is not None)
+        rows = _rows(given, said.given_logprobs, texts_of)
         meta.input_token_ids_logprobs = written(chain(nulls, rows))
 
 
@@ -352,10 +352,10 @@ def _fill_flat(meta: GenerateMeta, ids: np.ndarray, values: np.ndarray, blank: i
         meta.input_top_logprobs_val_flat, meta.input_top_logprobs_idx_flat = values.reshape(-1), ids.reshape(-1)
 
 
-def _rows(ids: np.ndarray, values: np.ndarray, texts_of: Any, *, skips_pads: bool = False) -> Iterator[str]:
-    """Yields a list of triples for each row of the tables `[n,K]`."""
+def _rows(ids: np.ndarray, values: np.ndarray, texts_of: Any) -> Iterator[str]:
+    """Yields a list of triples for each row of the tables `[n,K]`, without pads."""
     for part in position_slices(len(ids)):
-        keep = ids[part] >= (0 if skips_pads else -1)
+        keep = ids[part] >= 0
         parts, at = triples(ids[part][keep], values[part][keep], texts_of), 0
         for size in keep.sum(1).tolist():
             yield _row(parts[at : at + size])
