@@ -111,7 +111,8 @@ class Client:
 
     async def slime(self) -> None:
         (pick,) = picks = self._picks(1)
-        body = {"model": "total", "prompt": pick["text"][:5], "response": pick["text"][5:]}
+        first, blank, rest = pick["text"].partition(" ")  # the two are tokenised apart
+        body = {"model": "total", "prompt": first, "response": blank + rest}
         await self._form("/reward", body, picks, "total", lambda told: [told])
 
     async def tei(self) -> None:

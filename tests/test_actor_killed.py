@@ -169,14 +169,21 @@ def assert_same(outcome: Outcome, want: Outcome) -> None:
         assert data == expected, name
 
 
+def comes_after_a_kill(point: str) -> bool:
+    """Whether only a resumed run, or one that loads the critic's checkpoint, comes to the point."""
+    return "resume" in point or "load" in point
+
+
 def plan(seed: int, points: Sequence[str]) -> list[Kill]:
-    """Kills at points that are met, one of them first, and some at random times, in random order."""
+    """Kills at points, first at one that every run comes to, and some at random times, in random order."""
     numbers = random.Random(seed)
     kills: list[Kill] = [(points[(seed + i) % len(points)], numbers.randint(1, 3)) for i in (0, 3)]
     kills += [numbers.uniform(0.0, SECONDS_OF_A_RUN) for _ in range(2)]
     numbers.shuffle(kills)
     # A time may lie behind the end of a run, after which there is nothing to kill.
-    return sorted(kills, key=lambda kill: kill is not next(k for k in kills if isinstance(k, tuple)))
+    met = [kill for kill in kills if isinstance(kill, tuple) and not comes_after_a_kill(kill[0])]
+    first = met[0] if met else ("amid the rollouts", 40)
+    return [first, *(kill for kill in kills if kill is not first)]
 
 
 Run = Callable[..., Outcome]
@@ -223,8 +230,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(
 def test_a_kill_of_the_actor_at_each_point(
     run: Run, point: str, folder: Path, undisturbed: Any, tmp_path: Path
 ) -> None:
-    # A resume, and a load of the critic's checkpoint, come only after a kill.
-    again = "resume" in point or "load" in point
+    again = comes_after_a_kill(point)
     first: list[Kill] = [("amid the rollouts", 40)] if again else []
     outcome = run(folder, tmp_path, [*first, (point, 1), (point, 1 if again else 2)])
     assert outcome.num_kills == len(first) + 2

@@ -92,7 +92,7 @@ def test_a_critics_server_that_is_killed_twice_changes_nothing(tmp_path: Path) -
     from models import make
 
     make(tmp_path, seed=0)
-    kills: list[Kill] = [("between two steps of a request", 5), ("between training and the answer", 3)]
+    kills: list[Kill] = [("between two steps of a request", 5), ("between training and the mark", 3)]
     with forkserver():
         files, metrics, num_kills = outcome_of(tmp_path, tmp_path / "killed", kills)
         want_files, want_metrics, _ = outcome_of(tmp_path, tmp_path / "undisturbed", [])
