@@ -326,6 +326,9 @@ def test_the_tokens_shown_are_those_that_are_scored(server: RunningServer) -> No
         assert counts == [counts[1] + num_added, counts[1], counts[1] + num_added], name
         (spans,) = post(server, "/tokenize", {"model": name, "inputs": ["hello a"]})
         assert len(spans) == counts[0]
+    whole, pair = "[CLS] hello a [SEP]", {"model": "bert"}
+    (spans,) = post(server, "/tokenize", {**pair, "inputs": [whole]})
+    assert len(spans) == post(server, "/tokenize", {**pair, "prompt": whole})["count"] == 4
 
 
 @pytest.mark.parametrize("adds", [False, True])

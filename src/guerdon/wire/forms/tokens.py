@@ -43,6 +43,8 @@ class TokenSpan(msgspec.Struct):
 class TextTokenizer(Protocol):
     """The tokenizer's interface for these forms; thread-safe."""
 
+    pair_start: str
+
     def encode(
         self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
     ) -> list[np.ndarray | InvalidRequest]: ...
@@ -153,10 +155,10 @@ class TokenForm:
         return asked if asked.model else Asked(url.model, asked.num_bytes, asked.answer)
 
 
-def _adds(body: TokenizeBody | TEITokenizeBody, info: ModelInfo) -> bool:
-    """Whether special tokens are added, by default as to a text that the model scores; never to messages."""
-    has_template = isinstance(body, TokenizeBody) and not isinstance(body.messages, UnsetType)
-    return info.reads_pairs and not has_template if body.add_special_tokens is None else body.add_special_tokens
+def _adds(wanted: bool | None, text: str, tokenizer: TextTokenizer, info: ModelInfo) -> bool:
+    """Whether special tokens are added to a text, by default as where the model scores it."""
+    has_own = bool(tokenizer.pair_start) and text.startswith(tokenizer.pair_start)
+    return info.reads_pairs and not has_own if wanted is None else wanted
 
 
 def _of_vllm(body: TokenizeBody) -> Asked:
@@ -170,13 +172,14 @@ def _of_vllm(body: TokenizeBody) -> Asked:
     _check_size(size)
 
     def answer(tokenizer: TextTokenizer, info: ModelInfo) -> TokenizeReply:
-        text = body.prompt
+        text, wanted = body.prompt, body.add_special_tokens
         if not isinstance(body.messages, UnsetType):
             adds_prompt = body.add_generation_prompt is not False and not body.continue_final_message
             continues = body.continue_final_message
             text = _or_raise(tokenizer.render_as(body.messages, adds_prompt=adds_prompt, continues=continues))
+            wanted = bool(wanted)
         assert isinstance(text, str)
-        ids = _or_raise(tokenizer.encode([text], _adds(body, info))[0])
+        ids = _or_raise(tokenizer.encode([text], _adds(wanted, text, tokenizer, info))[0])
         names = tokenizer.names_of(ids) if body.return_token_strs else None
         return TokenizeReply(len(ids), info.max_length, ids.tolist(), names)
 
@@ -191,7 +194,7 @@ def _of_tei(body: TEITokenizeBody) -> Asked:
     _check_size(size, MAX_SPANS)
 
     def answer(tokenizer: TextTokenizer, info: ModelInfo) -> list[list[TokenSpan]]:
-        rows = (tokenizer.spans(text, _adds(body, info)) for text in texts)
+        rows = (tokenizer.spans(text, _adds(body.add_special_tokens, text, tokenizer, info)) for text in texts)
         return [[TokenSpan(*one) for one in _or_raise(row)] for row in rows]
 
     return Asked(body.model or "", size * _TOKEN_BYTES, answer)
