@@ -27,7 +27,11 @@ async def measure() -> None:
         Tensor.of("sequence_lengths", np.full((8, 1), 64)),
     )
     body, json_length = kserve.encode_request(InferRequest({tensor.name: tensor for tensor in tensors}))
-    headers = {"host": "::1", "inference-header-content-length": str(json_length), "content-length": str(len(body))}
+    headers = {
+        "host": "localhost",
+        "inference-header-content-length": str(json_length),
+        "content-length": str(len(body)),
+    }
     head = [(name.encode(), value.encode()) for name, value in headers.items()]
     config = ServerConfig(models=[ModelConfig(model="null_scorer:score")])
     service = build_service(config)

@@ -329,6 +329,9 @@ def test_the_tokens_shown_are_those_that_are_scored(server: RunningServer) -> No
     whole, pair = "[CLS] hello a [SEP]", {"model": "bert"}
     (spans,) = post(server, "/tokenize", {**pair, "inputs": [whole]})
     assert len(spans) == post(server, "/tokenize", {**pair, "prompt": whole})["count"] == 4
+    for text, length in {whole: 4, "hello a": 4, "hello": 3}.items():
+        (shown,) = post(server, "/dashboard/try", {**pair, "responses": [text]})["results"]
+        assert len(shown["tokens"]) == shown["num_tokens"] == length
 
 
 @pytest.mark.parametrize("adds", [False, True])

@@ -45,7 +45,6 @@ class EchoScorer:
     """Rewards by arithmetic; a text is its characters. Marks can make it slow or fail its sample."""
 
     encoder: EchoScorer
-    pair_start = ""
     max_batch_tokens = 1_000_000
     takes_all = False
 
@@ -62,6 +61,9 @@ class EchoScorer:
         for row, text in zip(rows, texts, strict=True):
             row[:1] = next((token for mark, token in MARKS.items() if mark in text), TEXT_TOKEN)
         return rows
+
+    def has_special_tokens(self, text: str) -> bool:
+        return False
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray]:
         return self.encode([str(conversation) for conversation in conversations])

@@ -39,7 +39,7 @@ class Encoder(Protocol):
 class Tokenizer(Encoder, Protocol):
     """An encoder that also reads messages and decodes ids; a user's `tokenize_func` is not one."""
 
-    pair_start: str
+    def has_special_tokens(self, text: str) -> bool: ...
 
     def encode_messages(self, conversations: list[list[Message]]) -> list[np.ndarray | InvalidRequest]: ...
 

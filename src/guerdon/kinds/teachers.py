@@ -19,6 +19,7 @@ from guerdon.kinds.teacher_prompts import is_apart, own_prompts, read_joined, re
 from guerdon.settings.config import TeacherConfig
 from guerdon.settings.sources import read_server_settings
 from guerdon.teacher_core import MAX_ANSWER_BYTES, LogprobQuery, NextTokenRequest
+from guerdon.vocabulary import Decodes
 from guerdon.wire.signature import why_no_text
 
 LOGPROB = "log-prob per token"
@@ -75,8 +76,11 @@ class TeacherKind(Kind):
         return asked
 
     def finish(self, asked: Asks, reply: ScoreReply, metrics: Numbers) -> ScoreReply:
-        """Returns rows of the student's tokens if it has another tokenizer."""
-        return reply if asked.plan is None else spread(asked, reply)
+        """Returns rows of the student's tokens if it has another tokenizer, and what decodes them."""
+        made = reply if asked.plan is None else spread(asked, reply)
+        decoder = self.tokenizer(asked.served)
+        made.text = decoder if isinstance(decoder, Decodes) else None
+        return made
 
     def tokenizer(self, served: Any) -> Any:
         """Returns the tokenizer of the ids that clients send."""

@@ -162,9 +162,8 @@ class Reading:
             messages = encoder.encode_messages_in_steps(request.messages or [], cut, most, is_whole=whole)
             return await self.tokenize(messages, name)
         splits = find_splits(request, served.info, encoder)
-        # What already begins with the template's special token has its special tokens.
-        start = encoder.pair_start if added and request.add_special_tokens is None else ""
-        begun = {i for i, text in enumerate(texts) if text.startswith(start)} if start else set()
+        asks = added and request.add_special_tokens is None
+        begun = {i for i, text in enumerate(texts) if encoder.has_special_tokens(text)} if asks else set()
         if splits is None and not begun:
             return await self.tokenize(encoder.encode_in_steps(texts, added, cut, most, is_whole=whole), name)
         splits = splits or [None] * len(texts)
@@ -282,10 +281,9 @@ def find_splits(
     """
     if request.splits is not None or not info.reads_pairs or request.prompts is None:
         return request.splits
-    start = encoder.pair_start
 
     def split(text: str, prompt: str) -> int | InvalidRequest | None:
-        if start and text.startswith(start):
+        if encoder.has_special_tokens(text):
             return None
         if text.startswith(prompt):
             return len(prompt)

@@ -28,7 +28,6 @@ from guerdon.server.metrics import Metrics
 from guerdon.server.model_repository import Repository
 from guerdon.server.page.recorder import PageRecorder
 from guerdon.settings.config import ServedModelConfig, ServerConfig
-from guerdon.vocabulary import Decodes
 
 _BYTES_A_TOKEN = 8
 """Size of an id in binary form; text and JSON take about as much per token."""
@@ -183,8 +182,6 @@ class Service:
             return kind.finish(asked, asked.reply(job.results, version, queue_s, job.compute_s), self.metrics)
 
         reply = await self.reader.run_if(len(asked.sequences) > reading.MANY_ROWS, job.client, work)
-        decoder = kind.tokenizer(asked.served)
-        reply.text = decoder if isinstance(decoder, Decodes) else None
         self.metrics.add("guerdon_received_tokens", job.num_tokens, info.name)
         await self._note(entry.info, request, reply, job.client)
         return reply

@@ -11,6 +11,7 @@ samples; H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import nan
@@ -18,6 +19,7 @@ from typing import Any
 
 from guerdon.core import ModelInfo, Score
 from guerdon.critic_core import Operation, OperationInfo
+from guerdon.errors import GuerdonError
 
 Info = ModelInfo | OperationInfo
 Has = Callable[[Info], bool]
@@ -53,12 +55,12 @@ class Field:
         """Whether it shows a part of the kind's own answer."""
         return self.at.startswith("answer.")
 
-    def part_of(self, result: Score) -> Any:
-        """Returns what an output shows of a sample's result; None if that has none."""
-        part: Any = result
+    def parts_of(self, results: ListLike[Score | GuerdonError]) -> list[Any]:
+        """Returns what an output shows of each sample's result; None for one that has none or failed."""
+        parts: list[Any] = [None if isinstance(one, GuerdonError) else one for one in results]
         for name in self.at.split("."):
-            part = None if part is None else getattr(part, name)
-        return part
+            parts = [None if part is None else getattr(part, name) for part in parts]
+        return parts
 
     def datatype_of(self, info: Info) -> str:
         """Returns the datatype that it has in a reply of the model."""

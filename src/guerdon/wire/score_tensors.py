@@ -369,7 +369,7 @@ def _output(field: Field, reply: ScoreReply, request: InferRequest, info: ModelI
         return Tensor.of(name, np.array(reply.lengths, np.int64)[:, None])
     if field is schema.ERRORS:
         return Tensor.of_texts(name, [str(r) if isinstance(r, GuerdonError) else "" for r in results])
-    parts = [None if isinstance(result, GuerdonError) else field.part_of(result) for result in results]
+    parts = field.parts_of(results)
     found = [part for part in parts if part is not None]
     if not found and not field.is_answered and any(isinstance(result, Score) for result in results):
         return None
@@ -381,7 +381,7 @@ def _output(field: Field, reply: ScoreReply, request: InferRequest, info: ModelI
         return Tensor.of(name, np.cumsum([0, *(0 if part is None else len(part) for part in parts)], dtype=np.int64))
     if field.axes in ("B 1", "B R"):  # a number, or how many there are
         lacking = np.nan if field.datatype == "FP32" else 0
-        numbers = [lacking if part is None else len(part) if np.ndim(part) else part for part in parts]
+        numbers = [lacking if part is None else len(part) if isinstance(part, np.ndarray) else part for part in parts]
         column = np.array(numbers, _NUMPY[field.datatype])
         is_flat = field is schema.REWARDS and schema.INPUT_IDS.name in request.inputs
         return Tensor.of(name, column if is_flat else column[:, None])

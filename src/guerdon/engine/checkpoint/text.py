@@ -90,6 +90,7 @@ class TextEncoder:
             PairTemplate.of(tokenizer, lambda text: self._ids([text])[0], add_special_tokens=adds)
             for adds in (False, True)
         )
+        self._start = self._text([*self._pair.before[:1]]) if self._pair is not None else ""
 
     def all_tokens_digest(self) -> str:
         """Returns 12 hex digits that change with the tokens and their ids."""
@@ -150,10 +151,9 @@ class TextEncoder:
         """The padding token, None if the tokenizer names none."""
         return self._tokenizer.pad_token_id
 
-    @property
-    def pair_start(self) -> str:
-        """The special token before a pair, empty if there is none."""
-        return self._text([*self._pair.before[:1]]) if self._pair is not None else ""
+    def has_special_tokens(self, text: str) -> bool:
+        """Whether a text begins with the special token that stands before a pair, so that it gets no further ones."""
+        return bool(self._start) and text.startswith(self._start)
 
     def has_token(self, text: str) -> bool:
         """Whether `text` is a single token of the vocabulary."""

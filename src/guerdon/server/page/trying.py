@@ -73,7 +73,9 @@ class Trial:
             texts = [text if isinstance(text, str) else "" for text in tokenizer.render_prompts(self.prompts)]
         else:
             assert request.texts is not None
-            rows, texts = tokenizer.encode(request.texts, info.reads_pairs), self.prompts
+            adds = [info.reads_pairs and not tokenizer.has_special_tokens(text) for text in request.texts]
+            rows = [tokenizer.encode([text], add)[0] for text, add in zip(request.texts, adds, strict=True)]
+            texts = self.prompts
         different = [*dict.fromkeys(texts)]
         encoded = dict(zip(different, tokenizer.encode(different), strict=True))
         prompts = [encoded[text] for text in texts]

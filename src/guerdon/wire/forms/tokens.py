@@ -43,7 +43,7 @@ class TokenSpan(msgspec.Struct):
 class TextTokenizer(Protocol):
     """The tokenizer's interface for these forms; thread-safe."""
 
-    pair_start: str
+    def has_special_tokens(self, text: str) -> bool: ...
 
     def encode(
         self, texts: list[str], add_special_tokens: bool = False, truncation: Truncation | None = None
@@ -157,8 +157,7 @@ class TokenForm:
 
 def _adds(wanted: bool | None, text: str, tokenizer: TextTokenizer, info: ModelInfo) -> bool:
     """Whether special tokens are added to a text, by default as where the model scores it."""
-    has_own = bool(tokenizer.pair_start) and text.startswith(tokenizer.pair_start)
-    return info.reads_pairs and not has_own if wanted is None else wanted
+    return info.reads_pairs and not tokenizer.has_special_tokens(text) if wanted is None else wanted
 
 
 def _of_vllm(body: TokenizeBody) -> Asked:
