@@ -210,6 +210,7 @@ def test_a_form_far_behind_the_best_of_its_kind_is_not_measured_again() -> None:
     assert not contest.takes_part(entrant("new", True, by_prompt=True), 1, {})
 
 
+@pytest.mark.slow
 def test_what_was_found_is_shown(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     import bench_plots

@@ -154,6 +154,7 @@ def test_no_verdict_on_200_pairs_is_paid_for_twice(tmp_path: Path) -> None:
 POINTS = (killed_judge.AMID, *killed_judge.POINTS)
 
 
+@pytest.mark.slow
 def test_what_was_answered_is_not_asked_again(tmp_path: Path) -> None:
     """Killed once at each point."""
     assert killed([(point, 8) for point in POINTS], tmp_path) == len(POINTS)

@@ -38,6 +38,7 @@ def looks_at_the_clock(source: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_no_duration_is_measured_by_the_time_of_day() -> None:
     used = {p.relative_to(SRC).as_posix(): looks_at_the_clock(p.read_text()) for p in sorted(SRC.rglob("*.py"))}
     assert {path for path, lines in used.items() if lines} == TOLD

@@ -130,6 +130,7 @@ def test_the_command_tells_of_a_full_or_read_only_disk_in_one_line(rows: Path, d
     assert "Read-only file system" in read_only.getvalue() and "Traceback" not in read_only.getvalue()
 
 
+@pytest.mark.slow
 @by_itself
 def test_a_server_whose_log_and_checkpoints_are_on_a_full_disk_scores_on_and_trains_again_when_there_is_room(
     disk: Path,

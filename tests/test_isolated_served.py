@@ -74,6 +74,7 @@ def below(pid: int | None = None) -> set[int]:
     return {process.pid for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE}
 
 
+@pytest.mark.slow
 def test_each_bad_sample_fails_alone_beside_a_thousand_good_ones(others: set[int]) -> None:
     good = [f"a good sample, number {i}" for i in range(1000)]
     texts = list(good)

@@ -106,6 +106,7 @@ def assert_scores(url: str, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(score(url, "reward_model", patient, texts=texts(samples(14))).rewards, wanted, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_one_command_serves_loses_a_rank_comes_back_and_ends(model: Path, wanted: np.ndarray) -> None:
     with serving_ranks(model, "--data-parallel", 2) as (launch, url):

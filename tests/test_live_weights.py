@@ -23,6 +23,7 @@ from guerdon.settings.config import ModelConfig, TeacherConfig
 from served import running
 from server.swapping import ROWS
 from teaching import plain
+from tiers import slow_but
 
 TRAINER = """
 import sys, httpx, numpy as np
@@ -56,7 +57,7 @@ def stepped(base: Path, step: int, folder: Path) -> Path:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("num_updates", "num_kills"), [(16, 2), pytest.param(50, 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("num_updates", "num_kills"), slow_but((), [(16, 2), (50, 6)]))
 def test_updates_under_load_with_trainers_killed_amid_some(num_updates: int, num_kills: int, tmp_path: Path) -> None:
     base = zoo.checkpoint("llama", tmp_path / "rm")
     replies: dict[str, list[np.ndarray]] = {}

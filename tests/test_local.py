@@ -173,6 +173,7 @@ def test_a_cancelled_future_drops_its_samples(summing: LocalRewardModel) -> None
     assert 7 not in scorers.calls
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_told_so_and_ends() -> None:
     code = (
         "import os, gc, sys; from guerdon import LocalRewardModel; from guerdon.errors import GuerdonError\n"

@@ -148,6 +148,7 @@ def test_an_answer_is_right_if_it_has_the_value_of_the_label(name: str) -> None:
     assert [x for x in zip(asked, rewards, strict=True) if x not in zip(asked, wanted, strict=True)] == []
 
 
+@pytest.mark.slow
 def test_a_letter_with_an_index_is_no_number() -> None:
     """Such as Fibonacci's F_{20}, or a term of a sequence; it equals itself alone."""
     for letter, base in itertools.product("ABCDEF", (2, 10, 11, 12, 16, 20, 36)):
@@ -162,6 +163,7 @@ def test_a_letter_with_an_index_is_no_number() -> None:
     assert verify(["\\boxed{AB_{12}}", "\\boxed{AB_{12}}"], ["131", "AB_{12}"]) == [0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_numbers_of_all_sizes_are_what_they_are_written_as() -> None:
     random = np.random.default_rng(0)
     for exponent in range(-14, 16, 3):

@@ -105,6 +105,7 @@ def test_the_packages_page_has_no_link_into_the_repository(unpacked: Path) -> No
     assert "](http://127.0.0.1:5555)" in text and "a first run (`docs/guides/first_run.md`)" in text
 
 
+@pytest.mark.slow
 def test_the_package_has_links_only_to_a_public_repository(unpacked: Path) -> None:
     text = (unpacked / "PKG-INFO").read_text(encoding="utf-8")
     assert ("Project-URL:" in text) == bool(SETUP["REPOSITORY"])

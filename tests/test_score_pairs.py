@@ -60,6 +60,7 @@ def run(*argv: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     return status, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_table_is_what_transformers_scores_say(
     server: RunningServer, folder: Path, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

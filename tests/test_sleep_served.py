@@ -24,6 +24,7 @@ from guerdon.settings.config import JudgeConfig, ModelConfig, ServerConfig, Teac
 from served import Serve, reward_model, running
 from server.swapping import ROWS, held
 from test_ranks_served import serving
+from tiers import slow_but
 
 ONCE = RetryPolicy(tries=1)
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
@@ -65,8 +66,8 @@ def answers(server: RunningServer) -> Any:
     return ask
 
 
-@pytest.mark.parametrize("level", ["0", "1", "2"])
-@pytest.mark.parametrize("mode", ["abort", "wait"])
+@pytest.mark.parametrize("level", slow_but("12", "012"))
+@pytest.mark.parametrize("mode", slow_but(("abort",), ["abort", "wait"]))
 def test_all_kinds_sleep_refuse_and_wake_with_the_same_bits(
     server: RunningServer, answers: Any, level: str, mode: str
 ) -> None:
@@ -187,6 +188,7 @@ def test_abort_fails_what_is_queued_and_wait_answers_it(waiting: RunningServer) 
             post(waiting, "/wake_up")
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_it_awake(waiting: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with RewardClient(waiting.http_url) as client:
         before = client.score(tokens=ROWS).rewards

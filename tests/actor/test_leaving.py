@@ -146,6 +146,7 @@ def test_a_pair_is_saved_though_the_reward_model_is_away(
     assert summary.checkpoint is not None and summary.checkpoint.name == "step-000001"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "name"), [(Run, "rollouts"), pytest.param(ppo, "update", marks=pytest.mark.slow)])
 def test_a_run_whose_critic_is_away_leaves_without_a_save_and_says_so(
     where: Any,

@@ -133,7 +133,7 @@ OF_TEACHERS = [form.name for form in FORMS if form.gives != "rewards"]
         pytest.param("encoder", "vllm-score", marks=pytest.mark.slow),
         ("lm", OF_TEACHERS[0]),
         *slow_but((), (("lm", form) for form in OF_TEACHERS[1:])),
-        ("judge", "vllm-score"),
+        pytest.param("judge", "vllm-score", marks=pytest.mark.slow),
     ],
 )
 def test_guerdon_has_none(
@@ -172,6 +172,7 @@ def test_a_scorer_of_stars_has_none(serve: Serve, capsys: pytest.CaptureFixture[
     assert trials["truncation"]["why"] == "scores are coarse: some words score alike"
 
 
+@pytest.mark.slow
 def test_ctrl_c_waits_for_no_request(folder: Path) -> None:
     with wrong_server.serving(folder / "rm", "stuck after 40") as url:
         command = [sys.executable, "-m", "guerdon", "check", url, "--timeout", "50"]
@@ -231,6 +232,7 @@ def test_a_form_may_be_a_file(folder: Path, tmp_path: Path, capsys: pytest.Captu
     }
 
 
+@pytest.mark.slow
 def test_it_speaks_first_and_needs_no_torch(folder: Path) -> None:
     code = "import sys; from guerdon import cli; s = cli.main(sys.argv[1:]); assert 'torch' not in sys.modules; exit(s)"
     with wrong_server.serving(folder / "rm", "sigmoid") as url:

@@ -16,7 +16,7 @@ ELSEWHERE = ("distill", "first_run", "score")
 """Guides that `test_blocks.py` runs."""
 
 GUIDES = sorted(page.stem for page in (ROOT / "docs/guides").glob("*.md") if page.stem not in ELSEWHERE)
-SLOW = ("critic_placement", "ppo", "production", "ranks", "reinforce", "serve", "trainer", "trl")
+SLOW = ("critic_placement", "ppo", "production", "ranks", "reinforce", "serve", "trainer", "trl", "troubleshooting")
 SCORER = "def shortness(texts):\n    return [1 / (1 + len(text)) for text in texts]\n"
 
 

@@ -24,7 +24,7 @@ from tiers import slow_but
 from trainers import environments
 
 PAGES = sorted(page.stem for page in (ROOT / "docs/trainers").glob("*.md") if page.stem != "README")
-QUICK = ("verl", "rewardbench")  # tests/adapters have the others' calls
+QUICK = ("verl",)  # tests/adapters have the others' calls
 COMMANDS = {  # a trainer's command, and the files of its sources that have its flags or are named in it
     "miles": (r"(?s)python3 train\.py .*", "miles/**/arguments.py"),
     "nemo_aligner": (r"python -u (examples/\S+) --config-name .*", "examples/nlp/gpt/train_gpt_ppo_actor.py"),

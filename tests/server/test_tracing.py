@@ -508,6 +508,7 @@ def test_a_collector_that_is_away_holds_nothing_up() -> None:
     assert time.monotonic() - started < 20.0
 
 
+@pytest.mark.slow
 def test_off_is_without_opentelemetry() -> None:
     """A server's whole process, and a client's, neither of which imports anything of it."""
     code = """

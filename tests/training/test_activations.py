@@ -61,7 +61,7 @@ def policy_peak(folder: Path, groups: int, budget: int) -> int:
     return peak(lambda: trainer.step(made, np.full(len(made), PROMPT), loss))
 
 
-@pytest.mark.parametrize("measured", slow_but((critic_peak,), [critic_peak, policy_peak]))
+@pytest.mark.parametrize("measured", slow_but((), [critic_peak, policy_peak]))
 def test_what_a_step_holds_goes_by_the_token_budget(measured: Callable[[Path, int, int], int], tmp_path: Path) -> None:
     make = zoo.checkpoint if measured is critic_peak else zoo.language_model
     folder = make("llama", tmp_path)

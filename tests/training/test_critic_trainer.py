@@ -430,10 +430,10 @@ HELPS = ("lora", "adamw_8bit", "activation_checkpointing", "smaller model")
 @pytest.mark.parametrize(
     ("settings", "bytes_a_weight"),
     [
-        ({"dtype": "float32"}, 4 + 4 + 8),  # weights, gradients, moments
+        pytest.param({"dtype": "float32"}, 4 + 4 + 8, marks=pytest.mark.slow),  # weights, gradients, moments
         ({"dtype": "bfloat16"}, 2 + 4 + 4 + 8),  # beside them the masters
-        ({"dtype": "bfloat16", "optimizer": "adamw_8bit"}, 2 + 4 + 4 + 2),
-        ({"dtype": "bfloat16", "lora": 2}, 2),
+        pytest.param({"dtype": "bfloat16", "optimizer": "adamw_8bit"}, 2 + 4 + 4 + 2, marks=pytest.mark.slow),
+        pytest.param({"dtype": "bfloat16", "lora": 2}, 2, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -62,7 +62,7 @@ def reply(has_top: bool) -> ScoreReply:
     return ScoreReply([Score(math.nan, answer=said)], [TOKENS], "1", tokens=[np.array(ROW)])
 
 
-@pytest.mark.parametrize("asked", slow_but(("vllm, echoed", "sglang, given", "trl"), ASKED))
+@pytest.mark.parametrize("asked", slow_but(("trl",), ASKED))
 @by_itself
 def test_writing_takes_a_bounded_part_of_memory(asked: str) -> None:
     path, body = ASKED[asked]

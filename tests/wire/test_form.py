@@ -13,6 +13,7 @@ from guerdon.wire import bodies, kserve
 from guerdon.wire.bodies import MAX_DEPTH
 from guerdon.wire.forms import FORMS, openai
 from guerdon.wire.forms.labels import activated
+from tiers import slow_but
 from wire.asking import CRITIC, RM, ask, reply, reply_bytes
 
 ONE = {
@@ -212,7 +213,7 @@ OPTIONS = [
 ]
 
 
-@EVERY
+@pytest.mark.parametrize("path", slow_but([*FORMS][::3], FORMS))
 def test_no_key_of_any_form_may_hold_too_much_nesting(path):
     deep = b"[" * 500 + b"]" * 500
     for key in {"x", "user", "label", "labels", "prompts", *OPTIONS, *SAMPLES, *ONE[path]}:
@@ -235,7 +236,7 @@ JSON = st.recursive(
 TEXTS = st.just("a") | st.lists(st.just("a"), min_size=1, max_size=2)
 
 
-@EVERY
+@pytest.mark.parametrize("path", slow_but([*FORMS][::3], FORMS))
 @settings(max_examples=60)
 @given(
     samples=st.dictionaries(st.sampled_from(SAMPLES), TEXTS | JSON, max_size=3),

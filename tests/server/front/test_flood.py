@@ -16,6 +16,7 @@ import pytest
 
 import zoo
 from server.helpers import body_of, posted
+from tiers import slow_but
 
 ROW = list(range(10, 74))
 
@@ -58,7 +59,7 @@ async def flood(port: int, count: int) -> list[tuple[int, float]]:
     return await asyncio.gather(*(ask(port) for _ in range(count)))
 
 
-@pytest.mark.parametrize(("max_requests", "count"), [pytest.param(4096, 2000, marks=pytest.mark.slow), (300, 1000)])
+@pytest.mark.parametrize(("max_requests", "count"), slow_but((), [(4096, 2000), (300, 1000)]))
 def test_a_flood_is_answered_or_refused_and_memory_returns(server: tuple[int, psutil.Process], count: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * count)), hard))
