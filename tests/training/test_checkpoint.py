@@ -243,6 +243,29 @@ def test_two_critics_share_a_version_only_if_they_share_their_weights(tmp_path: 
     assert one.weights_version == twin.weights_version != other.weights_version
 
 
+def test_other_settings_from_the_same_checkpoint_on_have_versions_of_their_own(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path / "base")
+    first = build(folder)
+    first.train(request(ROWS, seed=0))
+    kept, before = saved(first, tmp_path / "kept"), first.weights_version
+    as_before, faster, again = build(folder), build(folder, learning_rate=2e-3), build(folder, learning_rate=2e-3)
+    for trainer in (as_before, faster):
+        trainer.load(kept)
+        assert trainer.weights_version == before
+    again.load(saved(faster, tmp_path / "saved before a step"))
+    for trainer in (first, as_before, faster, again):
+        trainer.train(request(ROWS, seed=1))
+    assert as_before.weights_version == first.weights_version
+    assert again.weights_version == faster.weights_version != as_before.weights_version
+    as_before.load(saved(faster, tmp_path / "of the faster"))
+    assert as_before.weights_version == faster.weights_version
+    again.load(tmp_path / "of the faster")
+    for trainer in (faster, again, as_before):
+        trainer.train(request(ROWS, seed=2))
+    assert same(weights(faster), weights(again)) and faster.weights_version == again.weights_version
+    assert as_before.weights_version != faster.weights_version
+
+
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(LearningConfig)])
 def test_no_setting_of_learning_is_left_out_of_a_version(name: str) -> None:
     other = critic_trainer._settings_in_version(CriticConfig(**{name: "another"}))  # type: ignore[arg-type]

@@ -85,6 +85,7 @@ class CriticTrainer(TrainableWeights):
             if facts[name] is None:
                 del facts[name]
         self._history = _digest(json.dumps(facts, sort_keys=True))
+        self._covered = _settings_in_version(config)  # those that the history covers: a checkpoint's may be others
         self._lineage = 0
         self._is_offloaded = False
         self.run_token = ""
@@ -231,6 +232,8 @@ class CriticTrainer(TrainableWeights):
                 with self._changing_weights("a step broke off inside the optimiser"):
                     with collectives.share_errors(self._ranks):
                         self._optimiser.apply(totals.grad_norm)
+                    if self._covered != (settings := _settings_in_version(self._config)):
+                        self._history, self._covered = _digest(self._history + json.dumps(settings)), settings
                     # Whichever path computed it, the step's version is the same.
                     self._history = _digest(
                         self._history, *itertools.chain(*batch.read(self.engine.length_classes.depend_on_length))
@@ -299,6 +302,7 @@ class CriticTrainer(TrainableWeights):
         """
         self._check_whole()
         facts = {"lineage": self._lineage, "history": self._history, "weights_version": self.weights_version}
+        facts |= {"settings": self._covered}
         self._checkpoint().write(folder, self._files, facts)
 
     def load(self, folder: Path, lineage: int | None = None) -> None:
@@ -314,6 +318,7 @@ class CriticTrainer(TrainableWeights):
             with collectives.share_errors(self._ranks):
                 restore()
             self._history = facts["history"]
+            self._covered = facts.get("settings", self._covered)  # checkpoints of 0.3.0 have none
             self._lineage = facts["lineage"] if lineage is None else lineage
 
     def _checkpoint(self) -> TrainerCheckpoint:
