@@ -306,5 +306,7 @@ def test_a_loop_of_nemo_aligners_form_raises_the_reward(folder: Path) -> None:
 def test_settings_that_cannot_be_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="temperature is 0"):
         ReinforceActor(str(folder), RolloutConfig(temperature=0.0))
+    with pytest.raises(ConfigError, match="does not say which tokens the environment wrote"):
+        ReinforceActor(str(folder), RolloutConfig(stop=["tea"], environment="actor.environments:twice"))
     with pytest.raises(ConfigError, match="learning_rate"):
         ReinforceActor(PolicyConfig(model=str(folder), learning_rate=-1.0))

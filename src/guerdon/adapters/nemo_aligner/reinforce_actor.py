@@ -106,6 +106,11 @@ class ReinforceActor:
         self.micro_batch_size = micro_batch_size
         check_settings(self.policy_config)
         check_settings(self.rollout_config, "rollouts.")
+        if self.rollout_config.environment is not None:
+            raise ConfigError(
+                "rollouts.environment is set, and what `infer` returns does not say which tokens the environment wrote",
+                "leave it out, since a loop would learn them as the policy's; `guerdon reinforce` has environments",
+            )
         loaded = load_policy(self.policy_config, moment_bytes=moment_bytes(self.policy_config))
         self._reference: RemoteTeacher | None = None
         if reference is not None and reference.url is not None:
