@@ -468,6 +468,8 @@ def test_an_actor_checks_its_prompts_before_torch_is_imported(
         ("--reinforce.global-batch-size 0", "reinforce.global_batch_size is 0"),
         ("--reinforce.epochs 0", "reinforce.epochs is 0"),
         ("--policy.lr-schedule linear --policy.warmup-steps 9999", "policy.lr_schedule is linear"),
+        ("--policy.lora-targets .*q_proj", "policy.lora_targets is .*q_proj, but lora is not set"),
+        ("--policy.lora-alpha 16", "policy.lora_alpha is 16.0, but lora is not set"),
         ("--rollouts.repetition-penalty 0", "rollouts.repetition_penalty is 0"),
         ("--rollouts.min-new-tokens 200", "rollouts.min_new_tokens is 200"),
         ("--rollouts.top-k 1", "rollouts.top_k is 1"),

@@ -146,6 +146,9 @@ class LearningConfig:
         if schedule != "constant" and (self.total_steps is None or self.total_steps <= warmup):
             advice = f"set total_steps to the optimiser steps of the whole run, more than the warm-up's {warmup}"
             yield f"lr_schedule is {schedule}, and total_steps is {self.total_steps}", advice
+        for name in ("lora_alpha", "lora_targets"):
+            if self.lora is None and (value := getattr(self, name)) != getattr(LearningConfig, name):
+                yield f"{name} is {value}, but lora is not set, so that all weights are trained", "give lora, the rank"
 
 
 LEARNING = tuple(f.name for f in dataclasses.fields(LearningConfig) if f.name != "activation_checkpointing")
