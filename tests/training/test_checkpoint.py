@@ -266,6 +266,18 @@ def test_other_settings_from_the_same_checkpoint_on_have_versions_of_their_own(t
     assert as_before.weights_version != faster.weights_version
 
 
+def test_settings_of_the_values_are_in_the_versions_before_the_first_step_and_after_it(tmp_path: Path) -> None:
+    folder = zoo.checkpoint("llama", tmp_path / "base", num_labels=2)
+    settings: list[dict[str, Any]] = [
+        {"attribute_weights": [1.0, w], **more} for w in (0.0, 0.5) for more in ({}, {"mean": 1.0})
+    ]
+    trainers = [build(folder, **some) for some in settings]
+    assert len({trainer.weights_version for trainer in trainers}) == len(trainers)
+    for trainer in trainers:
+        trainer.train(request(ROWS, seed=0))
+    assert len({trainer.weights_version for trainer in trainers}) == len(trainers)
+
+
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(LearningConfig)])
 def test_no_setting_of_learning_is_left_out_of_a_version(name: str) -> None:
     other = critic_trainer._settings_in_version(CriticConfig(**{name: "another"}))  # type: ignore[arg-type]

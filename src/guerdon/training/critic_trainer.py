@@ -81,7 +81,8 @@ class CriticTrainer(TrainableWeights):
             part += f": adapters on {lora.adapted_share(loaded.trunk):.1%} of the layers' weights, and the head"
         log.info("%s: %s", config.name, part)
         facts = _settings_in_version(config) | self._must_match()
-        for name in FREEZING:  # without them versions stay as before these settings existed
+        facts |= {"attribute_weights": config.attribute_weights}
+        for name in (*FREEZING, "attribute_weights"):  # without them versions stay as they were before
             if facts[name] is None:
                 del facts[name]
         self._history = _digest(json.dumps(facts, sort_keys=True))
@@ -113,7 +114,8 @@ class CriticTrainer(TrainableWeights):
         two servers that began from the same checkpoint.
         """
         version = self._loaded.info.weights_version
-        if self._optimiser.step:
+        own = (self._config.attribute_weights, self._config.mean, self._config.std)
+        if self._optimiser.step or own != (None, None, None):
             version += f"+{self._optimiser.step}.{self._history[:DIGITS]}"
             version += f"-run{self.run_token}" if self.run_token else ""
         return f"{version}-load{self._lineage}" if self._lineage else version

@@ -307,7 +307,7 @@ class Store:
         self._loss: RanksLost | None = None
         self._name = config.name
         # Not the model's folder, which may be moved, nor the dtype that was asked for, which may be `auto`.
-        self._settings: dict[str, Any] = {"weights": info.weights_version, "dtype": info.dtype}
+        self._settings: dict[str, Any] = {"weights": info.weights_version.partition("+")[0], "dtype": info.dtype}
         self._settings |= {name: getattr(config, name) for name in _SETTINGS}
         if config.checkpoint_dir is None:
             return
