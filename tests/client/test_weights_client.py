@@ -118,6 +118,17 @@ def test_an_update_is_retried_unless_its_tensors_are_gone(
     assert len(waits) == 1 and waits[0] >= 5  # the server's Retry-After
 
 
+def test_an_average_that_serves_no_more_is_told_and_another_begins(server: RunningServer, base: Path) -> None:
+    own, plain = load_file(base / "model.safetensors"), WeightsClient(server.http_url, "rm")
+    new, averaging = {n: 2 * t for n, t in own.items()}, WeightsClient(server.http_url, "rm", ema=0.5)
+    plain(own)
+    made = averaging(new)
+    assert plain(own) != made  # as after a restart; without ema nothing is lost
+    with pytest.raises(InvalidRequest, match=f"the average of this client's updates, {made}, does not serve"):
+        averaging(new)
+    assert averaging(new) == made == version(server)
+
+
 def test_it_needs_no_torch(server: RunningServer, base: Path) -> None:
     script = f"""
 import sys, numpy as np

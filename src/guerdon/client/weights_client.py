@@ -52,6 +52,7 @@ class WeightsClient:
         self._settings = {"ema": ema or 0.0, "beside": beside}
         self._every, self._policy = every, policy
         self._num_calls, self._has_answered = 0, policy.wait_for_start
+        self._average: str | None = None  # the version that the last update made
 
     def __call__(
         self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], version: str | None = None
@@ -61,6 +62,7 @@ class WeightsClient:
         They are torch's, on any device, or numpy's, float32, bfloat16 or float16, named as in the model's checkpoint:
         `model.state_dict()`. Few are in memory here at once. `version` is your own name for them, for the server's
         reply. Raises the class that the server raised; the old weights serve then, and the next call sends again.
+        With `ema` raises InvalidRequest if this client's average does not serve any more; the next call begins another.
         It is retried as `policy` says, unless `tensors` is an iterator, or the new weights may serve already.
         """
         self._num_calls += 1
@@ -86,7 +88,14 @@ class WeightsClient:
     def _update(self, pairs: Iterable[tuple[str, Any]], version: str | None) -> str:
         self._post("/init_weight_transfer_engine", {"init_info": self._settings})  # a server that restarted forgot it
         self._has_answered = True
-        update_id = self._post("/start_weight_update")["update_id"]
+        told = self._post("/start_weight_update")
+        update_id, serves = told["update_id"], told.get("weights_version")  # older servers do not say what serves
+        if self._settings["ema"] and None not in (self._average, serves) and self._average != serves:
+            lost, self._average = self._average, None
+            raise InvalidRequest(
+                f"the average of this client's updates, {lost}, does not serve: the server was restarted, or given "
+                f"other weights, or an update's answer was lost. The next call begins another average, with {serves}"
+            )
         for piece in _pieces(pairs):
             self._post("/update_weights", piece, update_id=update_id)
         try:
@@ -94,7 +103,8 @@ class WeightsClient:
         except GuerdonError as e:  # once they may have been swapped in, another try might average with them twice
             e.retryable = isinstance(e, Unreachable) and not e.may_have_arrived
             raise
-        return str(told["weights_version"])
+        self._average = str(told["weights_version"])
+        return self._average
 
     def _post(self, path: str, body: bytes | dict[str, Any] = b"", **query: str) -> Any:
         path += "?" + urlencode(self._query | query)

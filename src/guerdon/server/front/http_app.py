@@ -384,8 +384,9 @@ class _Handlers:
     async def start_weights(self, request: HttpRequest) -> Reply:
         name, _, updates = self._updated(request)
         async with updates.lock(name):
-            update_id = await updates.start(name)
-        return _json(vllm_control.PhaseReply(message="Weight update started", update_id=update_id))
+            update_id, version = await updates.start(name), self._service.catalog.scored_by(name).weights_version
+        told = vllm_control.PhaseReply(message="Weight update started", update_id=update_id, weights_version=version)
+        return _json(told)
 
     async def update_weights(self, request: HttpRequest) -> Reply:
         name, update_id, updates = self._updated(request)

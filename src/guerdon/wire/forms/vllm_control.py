@@ -110,7 +110,9 @@ class FinishBody(msgspec.Struct, kw_only=True):
 
 
 class PhaseReply(msgspec.Struct, kw_only=True):
-    """`update_id` after the start, `missing` tensors after an update, and `weights_version` after the end."""
+    """`update_id` after the start, `missing` tensors after an update; `weights_version` serves at the start, or since
+    the end.
+    """
 
     message: str
     update_id: str | None = None
