@@ -16,7 +16,7 @@ import pytest
 
 from guerdon.client import RetryPolicy, RewardClient, Scores
 from guerdon.client import score_file as window
-from guerdon.client.jsonl import ADDED
+from guerdon.client.jsonl import ADDED, samples_of
 from guerdon.client.score_file import score_file
 from guerdon.core import ScoreReply, ScoreRequest
 from guerdon.errors import (
@@ -269,6 +269,12 @@ def test_an_output_of_another_input_is_left_alone(tmp_path: Path, service: Servi
             (f'{{"{key}": "a", "chosen": "b", "rejected": "c"}}', f"the key '{key}' and no prompt; did you mean prompt")
             for key in ("promt", "prompts", "Prompt")
         ),
+        *(
+            (f'{{"{key}": {value}, {answers}}}', f"it has {key} and no prompt; call {key} prompt")
+            for key, value in (("question", '"a"'), ("messages", '[{"role": "user", "content": "a"}]'), ("text", '"a"'))
+            for answers in ('"chosen": "b", "rejected": "c"', '"response": "b"', '"responses": ["b", "c"]')
+            if key != "question" or "chosen" in answers
+        ),
         ('{"prompt": "a", "responses": "b"}', "responses is not a list"),
         ('{"prompt": "a", "responses": ["b", 3]}', "a response is a int"),
         ('{"prompt": "a", "responses": ["b", [{"role": "user", "content": "c"}]]}', "both texts and messages"),
@@ -285,6 +291,20 @@ def test_a_malformed_row_is_named_before_anything_is_scored(
         score_file(client, source, tmp_path / "out.jsonl", progress=False)
     assert not service.seen
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "a", "chosen": "a b", "rejected": "a c"},
+        {"messages": chat("a", "b"), "chosen": chat("a", "b"), "rejected": chat("a", "c")},
+        {"messages": chat("a", "b"), "response": "b", "question": "a"},
+        {"text": "a b", "response": "b"},
+        {"text": "a", "response": None, "query": None},
+    ],
+)
+def test_samples_that_are_whole_may_have_their_parts_beside_them(row: dict[str, Any]) -> None:
+    assert samples_of(row, Path("in.jsonl"), 1, False)[0] == row.get("chosen", row.get("messages", row.get("text")))
 
 
 def test_paths_that_cannot_be(tmp_path: Path, client: RewardClient) -> None:

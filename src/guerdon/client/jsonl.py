@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import gzip
+import itertools
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,10 @@ ADDED = ("rewards", "attributes", "errors", "weights_version", "template")
 """The fields that scoring adds to a row."""
 
 _FORMS = '{"prompt", "responses"}, {"prompt", "response"}, {"chosen", "rejected"}, {"messages"} or {"text"}'
+
+_ANSWERS = ("responses", "response", "chosen", "rejected")
+_CONTEXTS = ("messages", "text", "question", "instruction", "input", "query", "context", "history", "conversations")
+"""Keys by which data sets call a prompt."""
 
 Sample = str | list[Message]
 
@@ -61,6 +66,10 @@ def samples_of(row: dict[str, Any], path: Path, line: int, template: bool) -> li
     try:
         if "prompt" not in row and (near := _misspelt_prompt(tuple(row))):
             raise ValueError(f"it has the key {near!r} and no prompt; did you mean prompt?")
+        if prompt is None and (apart := _find_apart(row)):
+            raise ValueError(
+                f"it has {apart} and no prompt; call {apart} prompt if the answers follow it, or remove it"
+            )
         if is_pair(row):
             samples = [_join(prompt, row[name], template) for name in ("chosen", "rejected")]
         elif "responses" in row and prompt is not None:
@@ -87,6 +96,26 @@ def _misspelt_prompt(keys: tuple[str, ...]) -> str | None:
     """Returns the key that seems to be the prompt's: without a prompt the scores would differ."""
     names = {key.lower(): key for key in keys}
     return next((names[name] for name in difflib.get_close_matches("prompt", names, 1, 0.9)), None)
+
+
+def _find_apart(row: dict[str, Any]) -> str | None:
+    """Returns the key of what seems to be the prompt of a row's answers, and would not be scored with them."""
+    in_pairs = is_pair(row)
+    for name, other in itertools.product(_ANSWERS, _CONTEXTS if in_pairs else ("messages", "text")):
+        asked, given = row.get(other), row.get(name)
+        for answer in given if name == "responses" and isinstance(given, list) else [given]:
+            is_whole = _is_whole(answer, asked) or (not in_pairs and _is_whole(asked, answer))
+            if asked and answer is not None and not is_whole:
+                return other
+    return None
+
+
+def _is_whole(sample: Any, part: Any) -> bool:
+    """Returns whether it is a text with that part, or a conversation with its answer."""
+    if isinstance(sample, str):
+        return isinstance(part, str) and part.strip() in sample
+    roles = [message.get("role") for message in sample if isinstance(message, dict)] if isinstance(sample, list) else []
+    return roles[-1:] == ["assistant"] and roles[0] != "assistant"
 
 
 def _join(prompt: Any, response: Any, template: bool) -> Sample:
