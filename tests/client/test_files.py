@@ -16,7 +16,7 @@ import pytest
 
 from guerdon.client import RetryPolicy, RewardClient, Scores
 from guerdon.client import score_file as window
-from guerdon.client.jsonl import ADDED, samples_of
+from guerdon.client.jsonl import ADDED, read_rows, samples_of
 from guerdon.client.score_file import score_file
 from guerdon.core import ScoreReply, ScoreRequest
 from guerdon.errors import (
@@ -275,6 +275,8 @@ def test_an_output_of_another_input_is_left_alone(tmp_path: Path, service: Servi
             for answers in ('"chosen": "b", "rejected": "c"', '"response": "b"', '"responses": ["b", "c"]')
             if key != "question" or "chosen" in answers
         ),
+        ('{"text": "a", "label": 123456789012345678901234567890}', "more than 64 bits"),
+        ('{"text": "a", "labels": [18446744073709551616]}', "more than 64 bits"),
         ('{"prompt": "a", "responses": "b"}', "responses is not a list"),
         ('{"prompt": "a", "responses": ["b", 3]}', "a response is a int"),
         ('{"prompt": "a", "responses": ["b", [{"role": "user", "content": "c"}]]}', "both texts and messages"),
@@ -301,10 +303,13 @@ def test_a_malformed_row_is_named_before_anything_is_scored(
         {"messages": chat("a", "b"), "response": "b", "question": "a"},
         {"text": "a b", "response": "b"},
         {"text": "a", "response": None, "query": None},
+        {"text": "1" * 40, "label": 18446744073709551615, "share": 0.12345678901234567890, "more": ["1" * 20, 1e300]},
     ],
 )
-def test_samples_that_are_whole_may_have_their_parts_beside_them(row: dict[str, Any]) -> None:
-    assert samples_of(row, Path("in.jsonl"), 1, False)[0] == row.get("chosen", row.get("messages", row.get("text")))
+def test_samples_that_are_whole_may_have_their_parts_beside_them(tmp_path: Path, row: dict[str, Any]) -> None:
+    ((line, read_back),) = read_rows(write(tmp_path / "in.jsonl", [row]))
+    assert read_back == row
+    assert samples_of(row, Path("in.jsonl"), line, False)[0] == row.get("chosen", row.get("messages", row.get("text")))
 
 
 def test_paths_that_cannot_be(tmp_path: Path, client: RewardClient) -> None:

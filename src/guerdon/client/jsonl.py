@@ -6,11 +6,13 @@ import difflib
 import functools
 import gzip
 import itertools
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from guerdon.core import Message
@@ -21,6 +23,8 @@ ADDED = ("rewards", "attributes", "errors", "weights_version", "template")
 """The fields that scoring adds to a row."""
 
 _FORMS = '{"prompt", "responses"}, {"prompt", "response"}, {"chosen", "rejected"}, {"messages"} or {"text"}'
+
+_LONG_NUMBER = re.compile(rb"\d{19}")
 
 _ANSWERS = ("responses", "response", "chosen", "rejected")
 _CONTEXTS = ("messages", "text", "question", "instruction", "input", "query", "context", "history", "conversations")
@@ -48,6 +52,9 @@ def read_rows(path: Path, name: Path | None = None) -> Iterator[tuple[int, dict[
                     raise _malformed(name, number, f"not valid JSON ({e})") from e
                 if not isinstance(row, dict):
                     raise _malformed(name, number, "not a JSON object")
+                # orjson makes floats of longer integers, which would be other labels.
+                if _LONG_NUMBER.search(text) and repr(msgspec.json.decode(text)) != repr(row):
+                    raise _malformed(name, number, "a whole number has more than 64 bits; write it in quotes")
                 yield number, row
     except (OSError, EOFError, zlib.error) as e:
         raise StartError(f"cannot read {name}: {e}", "check the path, and that a .gz file is whole") from e
