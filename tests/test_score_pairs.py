@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import judged
 import served
 import zoo
-from guerdon import cli
+from guerdon import LocalJudge, cli
 from guerdon.client import RewardClient
 from guerdon.client.score_file import score_file
 from guerdon.server.runtime import RunningServer
@@ -125,6 +126,26 @@ def test_failed_samples_fail_their_pairs_and_resume_with_them(server: RunningSer
     total = first.pairs.total()
     assert (len(total), total.num_failed, total.accuracy) == (6, 6, 0.5)
     assert first.pairs.categories["l"].accuracy == 1 and first.pairs.categories["x"].accuracy == 0
+
+
+def test_a_judge_compares_the_responses_of_a_row_alone(tmp_path: Path) -> None:
+    folder = zoo.tokenizer(zoo.language_model("llama", tmp_path / "model", seed=1))
+    prompt, pairs = judged.PROMPTS[0], [judged.RESPONSES[:2], ["red", "blue green"]]
+    wanted = []
+    for first, second in pairs:
+        won = judged.wanted_verdict(folder, prompt, first, second)[0]
+        wanted.append([won @ judged.COMPARED_WEIGHTS, (1 - won) @ judged.COMPARED_WEIGHTS])
+    assert wanted[0][0] != wanted[0][1]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for chosen, rejected in pairs]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with LocalJudge(folder, judged.write(tmp_path, judged.COMPARING), max_other_mass=1.0) as judge:
+        for num_kept in (0, 1):
+            if num_kept:
+                out.write_bytes(out.read_bytes().splitlines(keepends=True)[0])
+            assert score_file(judge, source, out, progress=False).num_resumed == num_kept
+            made = [json.loads(line)["rewards"] for line in out.read_text().splitlines()]
+            assert np.allclose(made, wanted, atol=2e-4), num_kept
 
 
 @pytest.mark.parametrize("text", ["fine", "bad"])

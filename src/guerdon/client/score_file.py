@@ -406,6 +406,8 @@ class RowGroup:
             hints["prompts"] = [row["prompt"] for row, count in self.rows for _ in range(count)]
         if any("label" in row for row, _ in self.rows):
             hints["labels"] = [row.get("label") for row, count in self.rows for _ in range(count)]
+        if len(self.rows) > 1:  # a judge that compares is not to compare those of different rows
+            hints["groups"] = [i for i, (_, count) in enumerate(self.rows) for _ in range(count)]
         self.future = scorer.submit(**{kind: self.samples, **hints, "timeout_s": _TIMEOUT_S})
 
     @property
