@@ -79,6 +79,14 @@ ASSERTS = {"asserts": ["assert double(2) == 4", "assert double(-3) == -6"]}
         ("print(4)", DOUBLES, 0.0),
         ("def double(x):\n    return 2 * x", ASSERTS, 1.0),
         ("def double(x):\n    return x + 2", ASSERTS, 0.0),
+        ("def double(x):\n    return 2 * x\nprint('2 *', end=' ')", ASSERTS, 1.0),
+        ("def double(x):\n    return 2 * x\nif __name__ == '__main__':\n    print(double(int(input())))", ASSERTS, 1.0),
+        (
+            "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+            "@dataclass\nclass Two:\n    x: int = 2\ndef double(x):\n    return Two().x * x",
+            ASSERTS,
+            1.0,
+        ),
         ("raise SystemExit(0)", ASSERTS, 0.0),
         ("import os\nos._exit(0)", ASSERTS, 0.0),
         ("while True: pass", DOUBLES | {"seconds": 0.5}, 0.0),

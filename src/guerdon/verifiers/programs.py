@@ -21,6 +21,8 @@ import msgspec
 from guerdon.verifiers.responses import answer_of, find_program
 
 _MAX_OUTPUT_BYTES = 1_048_576
+_IMPORTED = ("-c", "import runpy, sys; runpy.run_path(sys.argv[1], run_name='program')")
+"""Arguments that run a file as a module, without what it does as a script, such as to read stdin."""
 
 
 class Case(msgspec.Struct, forbid_unknown_fields=True):
@@ -75,12 +77,13 @@ def _passes_all(tests: Tests, response: str) -> bool:
     if not tests.asserts:
         return True
     word = secrets.token_hex(16)  # written last: a program that exits early has not passed
-    written = _run("\n".join([program, *tests.asserts, f"print({word!r})"]), "", ends)
+    tested = "\n".join([program, *tests.asserts, f"print('\\n' + {word!r})"])
+    written = _run(tested, "", ends, *_IMPORTED)
     return written is not None and _lines(written)[-1:] == [word]
 
 
-def _run(program: str, stdin: str, ends: float) -> str | None:
-    """Returns the program's stdout; None if it fails or times out."""
+def _run(program: str, stdin: str, ends: float, *starter: str) -> str | None:
+    """Returns the program's stdout; None if it fails or times out. `starter` are arguments before the file."""
     with tempfile.TemporaryDirectory() as folder:
         file, given, written = (Path(folder, name) for name in ("program.py", "stdin", "stdout"))
         file.write_text(program, encoding="utf-8", errors="surrogatepass")
@@ -88,7 +91,7 @@ def _run(program: str, stdin: str, ends: float) -> str | None:
         # Files, because what a program starts could keep a pipe open.
         with given.open("rb") as reads, written.open("wb") as writes:
             process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-I", "-B", str(file)],
+                [sys.executable, "-I", "-B", *starter, str(file)],
                 stdin=reads, stdout=writes, stderr=subprocess.DEVNULL, cwd=folder, start_new_session=True,
             )  # fmt: skip
             try:
