@@ -149,6 +149,20 @@ def test_a_killed_run_goes_on_where_it_was(teacher: Path, tmp_path: Path) -> Non
         write_logprobs(client, source, out, top_k=5)
 
 
+def test_numbers_of_another_dtype_are_not_mixed_in(teacher: Path, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", [{"tokens": [5, 9, 2]}]), tmp_path / "out"
+    with LocalTeacher(teacher) as exact:
+        write_logprobs(exact, source, out, progress=False)
+        with (
+            LocalTeacher(teacher, dtype="bfloat16") as rounded,
+            pytest.raises(StartError, match="with dtype 'float32'"),
+        ):
+            write_logprobs(rounded, source, out, progress=False)
+        settings = json.loads((out / SETTINGS).read_bytes())
+        (out / SETTINGS).write_text(json.dumps({name: value for name, value in settings.items() if name != "dtype"}))
+        assert write_logprobs(exact, source, out, progress=False).num_resumed == 1
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [

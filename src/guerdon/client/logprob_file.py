@@ -37,6 +37,8 @@ from guerdon.errors import ServerFault, StartError
 SETTINGS = "logprobs.json"
 SHARD_BYTES = 32 << 20
 """Size at which a shard is written: so much is lost by a crash, and held twice while it is written."""
+_ABOUT = ("tokenizer", "dtype")
+"""What decides about the numbers beside the weights."""
 _TIMEOUT_S = 3600.0
 _TABLES = {"tokens": np.int32, "logprobs": np.float32, "top_ids": np.int32, "top_logprobs": np.float32}
 _DTYPES = {"float32": "F32", "int32": "I32", "int64": "I64"}
@@ -100,7 +102,7 @@ def write_logprobs(
     source, target, started = Path(in_path), Path(folder), time.monotonic()
     num_rows = sum(1 for line, row in read_rows(source) if asks_of(row, source, line, template))
     config = teacher.config()
-    about = {key: value["string_value"] for key, value in config.get("parameters", {}).items() if key == "tokenizer"}
+    about = {key: value["string_value"] for key, value in config.get("parameters", {}).items() if key in _ABOUT}
     settings = {"top_k": top_k, "temperature": temperature, "template": template, "model": config["name"], **about}
     asker = _Asker(lambda **asked: teacher.submit(top_k, temperature=temperature, **asked))
     probe = asker.submit(tokens=[[0, 0]]).result()  # raises if the teacher takes no such settings
@@ -175,6 +177,7 @@ class _Output:
             self._version = told.pop("weights_version")
         except (ValueError, KeyError, AttributeError, TypeError) as e:
             raise StartError(f"{path} is damaged ({e})", "give a new or empty folder") from e
+        told.setdefault("dtype", self._settings.get("dtype"))  # older folders lack it
         if differs := [name for name in self._settings | told if self._settings.get(name) != told.get(name)]:
             name = differs[0]
             raise StartError(

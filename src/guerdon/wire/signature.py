@@ -106,8 +106,8 @@ def config(info: Info, max_batch_size: int) -> TritonConfig:
 
     `max_batch_size` is the most samples of one request. The parameter `tokenizer` identifies the vocabulary (see
     `vocabulary.identity`), `ending` describes the chat template's form of an answer (see `endings.Ending`); each is
-    missing if unknown. `proofs` are lines;
-    `same_bits` is whether a checkpoint's numbers are proved to have the same bits in any batch.
+    missing if unknown. `proofs` are lines; a checkpoint's `dtype` is its weights', and `same_bits` says whether its
+    numbers are proved to have the same bits in any batch.
     """
 
     def entries(found: dict[str, Field], **more: Any) -> list[dict[str, Any]]:
@@ -122,6 +122,7 @@ def config(info: Info, max_batch_size: int) -> TritonConfig:
     if isinstance(info, ModelInfo):
         parameters = {name: getattr(info, name) for name in ("pooling", "tokenizer", "ending")}
         parameters["proofs"] = "\n".join(info.proofs)
+        parameters["dtype"] = info.dtype if info.is_checkpoint else ""
         parameters["same_bits"] = str(SAME_BITS in info.proofs).lower() if info.is_checkpoint else ""
     return {
         "name": info.name,
