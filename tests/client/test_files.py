@@ -280,6 +280,17 @@ def test_an_output_of_another_input_is_left_alone(tmp_path: Path, service: Servi
         ('{"prompt": "a", "responses": "b"}', "responses is not a list"),
         ('{"prompt": "a", "responses": ["b", 3]}', "a response is a int"),
         ('{"prompt": "a", "responses": ["b", [{"role": "user", "content": "c"}]]}', "both texts and messages"),
+        *(
+            (
+                f'{{"messages": [{{"role": "user", "content": "a"}}], "{key}": {value}}}',
+                f"it has {key}, which servers do not",
+            )
+            for key, value in (("tools", '[{"name": "f"}]'), ("chat_template_kwargs", '{"thinking": false}'))
+        ),
+        (
+            '{"prompt": [{"role": "system", "content": "s"}], "response": [{"role": "user", "content": "a"}]}',
+            "not as its prompt",
+        ),
         ('{"messages": [{"role": "user"}]}', "a role and a content"),
         ('{"messages": []}', "at least one"),
     ],
@@ -302,7 +313,9 @@ def test_a_malformed_row_is_named_before_anything_is_scored(
         {"messages": chat("a", "b"), "chosen": chat("a", "b"), "rejected": chat("a", "c")},
         {"messages": chat("a", "b"), "response": "b", "question": "a"},
         {"text": "a b", "response": "b"},
-        {"text": "a", "response": None, "query": None},
+        {"text": "a", "response": None, "query": None, "tools": ["f"]},
+        {"messages": chat("a", "b"), "tools": [], "chat_template_kwargs": None},
+        {"prompt": chat("a"), "chosen": chat("a", "b"), "rejected": chat("a", "c")},
         {"text": "1" * 40, "label": 18446744073709551615, "share": 0.12345678901234567890, "more": ["1" * 20, 1e300]},
     ],
 )

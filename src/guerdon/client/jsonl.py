@@ -30,6 +30,9 @@ _ANSWERS = ("responses", "response", "chosen", "rejected")
 _CONTEXTS = ("messages", "text", "question", "instruction", "input", "query", "context", "history", "conversations")
 """Keys by which data sets call a prompt."""
 
+_OF_TEMPLATES = ("tools", "chat_template_kwargs")
+"""Columns that TRL's RewardTrainer gives to the chat template."""
+
 Sample = str | list[Message]
 
 
@@ -91,10 +94,12 @@ def samples_of(row: dict[str, Any], path: Path, line: int, template: bool) -> li
             samples = [row["text"]]
         else:
             raise ValueError(f"none of the forms has the keys {', '.join(map(str, row)) or 'of an empty object'}")
+        if len({type(sample) for sample in samples}) > 1:
+            raise ValueError("its responses are both texts and messages")
+        if isinstance(samples and samples[0], list) and (name := next(filter(row.get, _OF_TEMPLATES), "")):
+            raise ValueError(f"it has {name}, which servers do not render; render the text yourself, or remove it")
     except ValueError as e:
         raise _malformed(path, line, str(e)) from e
-    if len({type(sample) for sample in samples}) > 1:
-        raise _malformed(path, line, "its responses are both texts and messages")
     return samples
 
 
@@ -130,6 +135,8 @@ def _join(prompt: Any, response: Any, template: bool) -> Sample:
     if isinstance(response, list):
         conversation = _check_conversation(response)
         if prompt is None or conversation[0]["role"] != "assistant":
+            if isinstance(prompt, list) and conversation[: len(prompt)] != prompt:
+                raise ValueError("a response begins with another message than the assistant's, and not as its prompt")
             return conversation
         return [*_to_turns(prompt), *conversation]
     if not isinstance(response, str):
