@@ -241,6 +241,23 @@ def test_a_swapped_teacher_gives_its_own_head_and_a_swapped_reference_warns(
                 httpx.post(load_url, json=body, headers=bearer(ADMIN), timeout=120).raise_for_status()
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{"pixel_values": torch.ones(1, 3, 4, 4)}, {"image_sizes": [(4, 4)]}, {"position_ids": torch.tensor([[0, 1, 0]])}],
+)
+def test_inputs_that_a_server_does_not_get_are_refused(more: dict[str, Any], server: RunningServer) -> None:
+    batch: dict[str, Any] = {"input_ids": torch.tensor([[5, 9, 7]]), "attention_mask": torch.ones(1, 3)}
+    labels, harmless = (
+        batch["input_ids"],
+        {"use_cache": False, "token_type_ids": torch.zeros(1, 3), "image_sizes": None},
+    )
+    teacher, reference = ServedTeacher(server.http_url), ServedReference(server.http_url, "reference")
+    for call in (teacher, teacher.base_model, lambda **given: reference(labels=labels, **given)):
+        call(**batch, **harmless)
+        with pytest.raises(InvalidRequest, match=f"gives {next(iter(more))}, and a served model takes token ids only"):
+            call(**batch, **more)
+
+
 def test_wrong_models_are_told_at_once(server: RunningServer) -> None:
     with pytest.raises(UnknownModel, match="nobody"):
         ServedTeacher(server.http_url, "nobody")

@@ -7,7 +7,7 @@ page about TRL.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +52,13 @@ class ServedTeacher(torch.nn.Module):
         return self.lm_head
 
     def base_model(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int = 0, **_: Any
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int = 0, **more: Any
     ) -> BaseModelOutput:
         """Returns the states `[B,T,H]` before the head, zeros for pads and for the last token, which predicts nothing.
 
-        Only those of the last `logits_to_keep` tokens are fetched, all if it is 0.
+        Only those of the last `logits_to_keep` tokens are fetched, all if it is 0. Raises InvalidRequest for images.
         """
+        _refuse_inputs(more)
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
         rows = _Rows(input_ids, attention_mask, (columns > len(columns) - logits_to_keep) | (logits_to_keep == 0))
         weight = self.lm_head.weight
@@ -66,8 +67,9 @@ class ServedTeacher(torch.nn.Module):
             states = rows.scatter([_tensor(state) for state in self._states(rows)], states)
         return BaseModelOutput(last_hidden_state=states.to(input_ids.device))
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> CausalLMOutput:
-        """Returns the logits `[B,T,V]`."""
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **more: Any) -> CausalLMOutput:
+        """Returns the logits `[B,T,V]`; raises InvalidRequest for images."""
+        _refuse_inputs(more)
         states = self.base_model(input_ids, attention_mask).last_hidden_state
         logits = self.lm_head(states) * self._head.logit_scale
         cap = self._head.soft_cap
@@ -114,12 +116,14 @@ class ServedReference(torch.nn.Module):
         self.register_buffer("origin", torch.frombuffer(bytearray(origin), dtype=torch.uint8))
 
     def __call__(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **_: Any
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **more: Any
     ) -> LabelLogprobs:
         """Returns the log-probs of the labels that are not -100, which are the tokens themselves.
 
-        It is not `forward`, because TRL replaces that by its own, which would need the model's layers and head.
+        It is not `forward`, because TRL replaces that by its own, which would need the model's layers and head. Raises
+        InvalidRequest for images.
         """
+        _refuse_inputs(more)
         rows = _Rows(input_ids, attention_mask, labels != -100)
         logprobs = torch.zeros(input_ids.shape[0], input_ids.shape[1] - 1)
         if rows.tokens:
@@ -176,6 +180,16 @@ class _Rows:
         for (row, columns, places), answer in zip(self._targets, answers, strict=True):
             out[row, columns] = answer[places].to(out.dtype)
         return out
+
+
+def _refuse_inputs(more: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest for tensors that the server would not get; zeros, such as token types, say nothing."""
+    for name, value in more.items():
+        if (isinstance(value, list) and value) or (isinstance(value, torch.Tensor) and value.any()):
+            raise InvalidRequest(
+                f"the trainer gives {name}, and a served model takes token ids only: load the model into the trainer, "
+                "or leave images out of the data set"
+            )
 
 
 def _client(url: str | Sequence[str], model: str, timeout_s: float) -> TeacherClient:
