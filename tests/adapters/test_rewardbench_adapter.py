@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+import chats
 import zoo
 from guerdon.adapters import rewardbench
 from guerdon.adapters.judge import TIMEOUT_S, judge
@@ -70,6 +71,13 @@ def test_texts_are_scored_as_they_are(url: str, folder: Path, tokenizer: Any) ->
     assert scores(pipeline(url, tokenizer, "texts")(TEXTS, **CALL)) == reference(folder, rows)
     with pytest.raises(ConfigError, match="texts are sent"):
         pipeline(url, tokenizer, "texts")(TEXTS, **CALL | {"truncation": True})
+
+
+def test_ids_of_another_tokenizer_are_refused(url: str, folder: Path, tmp_path: Path) -> None:
+    other = AutoTokenizer.from_pretrained(chats.save("chatml", tmp_path))
+    with pytest.raises(ConfigError, match="the tokenizer is not that of the served model: their vocabularies differ"):
+        pipeline(url, other)(["x"], **CALL)
+    assert scores(pipeline(url, other, "texts")(["x"], **CALL))
 
 
 def test_what_the_command_sets_and_reads(url: str, tokenizer: Any) -> None:

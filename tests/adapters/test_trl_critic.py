@@ -11,6 +11,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+import chats
 import served
 import zoo
 from guerdon import CriticClient, Gae
@@ -224,4 +225,7 @@ def test_trainers_and_servers_that_do_not_fit_are_refused(server: RunningServer,
         saving = make(tmp_path, save_strategy="steps")
         with pytest.raises(ConfigError, match=r"the trainer saves checkpoints, and the critic at http.* keeps none"):
             use_critic(saving, forgetful.http_url)
+        other.processing_class = AutoTokenizer.from_pretrained(chats.save("chatml", tmp_path / "other"))
+        with pytest.raises(ConfigError, match="the tokenizer is not that of the critic, which is sent token ids"):
+            use_critic(other, forgetful.http_url)
     assert not any(isinstance(c, ServedCritic) for c in saving.callback_handler.callbacks)

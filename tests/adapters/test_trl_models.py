@@ -12,10 +12,11 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 
+import chats
 import served
 import zoo
 from guerdon.adapters.trl_models import ServedReference, ServedTeacher, use_reference
-from guerdon.errors import InvalidRequest, UnknownModel
+from guerdon.errors import ConfigError, InvalidRequest, UnknownModel
 from guerdon.server.runtime import RunningServer
 from guerdon.settings.config import ModelConfig, TeacherConfig
 from served import Serve
@@ -194,6 +195,11 @@ def test_use_reference_is_trls_own_kl(form: str, server: RunningServer, folder: 
     reference = ServedReference(server.http_url, "reference")
     with pytest.raises(InvalidRequest, match=r"made with beta=0\.5 and has loaded a reference: make it with beta=0"):
         use_reference(expected, reference, 0.5)
+    own = trainer.processing_class
+    trainer.processing_class = AutoTokenizer.from_pretrained(chats.save("chatml", tmp_path / "other"))
+    with pytest.raises(ConfigError, match="the tokenizer is not that of the reference: their vocabularies differ"):
+        use_reference(trainer, reference, 0.5)
+    trainer.processing_class = own
     use_reference(trainer, reference, 0.5)
     assert_same_run(trainer, expected)
     assert trainer.state.log_history[1]["kl"] > 1e-6, "the policy has left its reference"

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from guerdon.adapters.judge import read_config, refuse_other_tokenizer
 from guerdon.client import CriticClient, RetryPolicy
 from guerdon.errors import ConfigError
 
@@ -23,20 +24,35 @@ NOTE = "served_critic.json"
 
 
 def connect(
-    url: str, name: str = "critic", timeout_s: float = TIMEOUT_S, *, saves: bool = False, instead: str = ""
+    url: str,
+    name: str = "critic",
+    timeout_s: float = TIMEOUT_S,
+    *,
+    saves: bool = False,
+    instead: str = "",
+    tokenizer: Any = None,
 ) -> CriticClient:
     """Returns a client of the served critic, which waits for a server that is away or has not started yet.
 
     If the trainer `saves` checkpoints, raises ConfigError if the critic keeps none, without which the trainer's own are
-    of no use; `instead` says how the trainer saves none.
+    of no use; `instead` says how the trainer saves none. Raises it as well if ids of the policy's `tokenizer` mean
+    other tokens to the critic.
     """
     critic = CriticClient(url, name, policy=RetryPolicy.patient(timeout_s, wait_for_start=True))
+    check_tokenizer(critic, tokenizer)
     if saves and not critic.state().is_durable:
         raise ConfigError(
             f"the trainer saves checkpoints, and the critic at {url} keeps none",
             f"start it with --checkpoint-dir, or {instead}",
         )
     return critic
+
+
+def check_tokenizer(critic: CriticClient, tokenizer: Any) -> None:
+    """Raises ConfigError if ids of the policy's tokenizer, if it is known, mean other tokens to the critic."""
+    if tokenizer is not None:
+        remedy = "start the critic from a model with the policy's tokenizer"
+        refuse_other_tokenizer(tokenizer, read_config(critic), "the critic, which is sent token ids", remedy)
 
 
 def rows_where(mask: Any, table: Any) -> list[np.ndarray]:

@@ -17,6 +17,7 @@ from guerdon.client.calls import Texts
 from guerdon.client.reward_client import ScoreArgs
 from guerdon.core import Message
 from guerdon.endings import Ending, ended
+from guerdon.vocabulary import difference, identity, reported
 from guerdon.wire.score_tensors import prompt_groups
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,10 @@ class JudgeClient:
     def __reduce__(self) -> Any:
         # Some trainers pickle their function at every call: it finds its connections, and the key, where it arrives.
         return judge, self._arguments
+
+    def config(self) -> dict[str, Any]:
+        """Returns the model's configuration, in Triton's terms; blocks."""
+        return self._client.config()
 
     def score(self, *, completes: bool = False, **samples: Unpack[ScoreArgs]) -> Scores:
         """Returns the samples' scores; blocks. Raises the server's error, or the connection's.
@@ -175,6 +180,31 @@ def judge(url: str | Sequence[str], model: str, timeout_s: float) -> JudgeClient
 
 
 _judges: dict[tuple[str | tuple[str, ...], str, float, Credentials], JudgeClient] = {}
+
+
+def read_config(client: Any) -> dict[str, Any]:
+    """Returns a client's model's configuration, {} if its server has none; raises the error of a server that is away.
+
+    Any other fault fails the calls as well.
+    """
+    try:
+        found: dict[str, Any] = client.config()
+    except (errors.Unavailable, errors.DeadlineExceeded):
+        raise
+    except errors.GuerdonError:
+        return {}
+    return found
+
+
+def refuse_other_tokenizer(tokenizer: Any, config: dict[str, Any], where: str, remedy: str) -> None:
+    """Raises ConfigError if ids of the tokenizer, or processor, mean other tokens to the model of that configuration.
+
+    Does nothing if that reports no tokenizer, or a tokenizer of one's own has no vocabulary to compare.
+    """
+    own = getattr(tokenizer, "tokenizer", tokenizer)
+    theirs = reported(config) if hasattr(own, "get_added_vocab") else ""
+    if theirs and (why := difference(identity(own), theirs)) is not None:
+        raise errors.ConfigError(f"the tokenizer is not that of {where}: {why}", remedy)
 
 
 def make_samples(prompts: Sequence[Prompt], completions: Sequence[Prompt], ending: str | None = None) -> ScoreArgs:

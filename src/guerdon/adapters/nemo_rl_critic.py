@@ -10,7 +10,7 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from guerdon.adapters.critics import TIMEOUT_S, connect, load_beside, save_beside
+from guerdon.adapters.critics import TIMEOUT_S, check_tokenizer, connect, load_beside, save_beside
 from guerdon.client import CriticClient
 from guerdon.critic_core import TrainReport
 
@@ -35,11 +35,14 @@ def register(url: str, name: str = "critic", *, run: str = "ppo", timeout_s: flo
 class ServedValue:
     """A ValueInterface of NeMo-RL, answered by the served critic; the settings of training are the server's."""
 
-    def __init__(self, critic: CriticClient, run: str, *, weights_path: str | Path | None = None, **_: Any) -> None:
+    def __init__(
+        self, critic: CriticClient, run: str, *, weights_path: str | Path | None = None, tokenizer: Any = None, **_: Any
+    ) -> None:
         """Goes back to the critic's checkpoint if `weights_path` is given, as when NeMo-RL resumes.
 
-        NeMo-RL's cluster, config, tokenizer and optimiser are not needed.
+        NeMo-RL's cluster, config and optimiser are not needed. Raises ConfigError if the critic has another tokenizer.
         """
+        check_tokenizer(critic, tokenizer)
         self._critic, self._run, self._num_updates = critic, run, 0
         if weights_path is not None:
             load_beside(critic, weights_path)

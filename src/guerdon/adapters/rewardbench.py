@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from guerdon.adapters.judge import TIMEOUT_S, JudgeClient, judge
+from guerdon.adapters.judge import TIMEOUT_S, JudgeClient, judge, read_config, refuse_other_tokenizer
 from guerdon.errors import ConfigError
 
 
@@ -24,12 +24,21 @@ class ServerPipeline:
     def __init__(self, scorer: JudgeClient, tokenizer: Any, send: str = "tokens") -> None:
         """`send: tokens` scores the ids that RewardBench makes of a text; `texts` scores the text itself."""
         self._scorer, self.tokenizer, self._send = scorer, tokenizer, send
+        self._is_checked = False
         self.model: Any = SimpleNamespace(config=SimpleNamespace(pad_token_id=tokenizer.pad_token_id))
 
     def __call__(self, samples: Sequence[str], **kwargs: Any) -> list[dict[str, float]]:
-        """Returns each sample's `score`; raises SampleFailed if one got none, and what the server raised."""
+        """Returns each sample's `score`; raises SampleFailed if one got none, and what the server raised.
+
+        Raises ConfigError if ids are sent, and the tokenizer is not the served model's.
+        """
         cut = {"truncation": True, "max_length": kwargs["max_length"]} if kwargs.get("truncation") else {}
         if self._send == "tokens":
+            if not self._is_checked:
+                refuse_other_tokenizer(
+                    self.tokenizer, read_config(self._scorer), "the served model", "give its own by --tokenizer"
+                )
+                self._is_checked = True
             rows, bos = self.tokenizer(list(samples), **cut)["input_ids"], self.tokenizer.bos_token_id
             # Without a second BOS, if both the template and the tokenizer add one.
             rows = [row[1:] if bos is not None and row[:2] == [bos, bos] else row for row in rows]

@@ -37,7 +37,9 @@ def with_critic(trainer: Any) -> Any:
             super().build_models(*workers)
             model.path = url
             saves = self.cfg.trainer.ckpt_interval > 0
-            self._critic = connect(url, saves=saves, instead="set trainer.ckpt_interval=-1")
+            self._critic = connect(
+                url, saves=saves, instead="set trainer.ckpt_interval=-1", tokenizer=getattr(self, "tokenizer", None)
+            )
 
         def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
             """Adds the values of the states before each token of the responses, beside SkyRL's log-probs."""

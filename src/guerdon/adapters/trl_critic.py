@@ -37,14 +37,15 @@ def use_critic(
     The critic trains `updates` times on each generated batch, and its advantages by `gae` (default: no discount, λ 1)
     replace the group's. With `whiten` they have mean 0 and variance 1 over the batch. A call fails after `timeout_s`.
     Raises InvalidRequest for trainers without advantages of tokens, ConfigError if the trainer saves checkpoints and
-    the critic keeps none.
+    the critic keeps none, or has another tokenizer.
     """
     from trl import GRPOTrainer
 
     if not isinstance(trainer, GRPOTrainer):
         raise InvalidRequest(f"{type(trainer).__name__} has no advantages of tokens: use a GRPOTrainer")
     saves = trainer.args.save_strategy != "no"
-    critic = critics.connect(url, name, timeout_s, saves=saves, instead="set save_strategy='no'")
+    tokenizer = trainer.processing_class
+    critic = critics.connect(url, name, timeout_s, saves=saves, instead="set save_strategy='no'", tokenizer=tokenizer)
     trainer.add_callback(CriticCallback(trainer, critic, gae or Gae(), updates, whiten))
 
 

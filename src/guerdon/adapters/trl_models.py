@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
-from guerdon.adapters.judge import TIMEOUT_S
+from guerdon.adapters.judge import TIMEOUT_S, read_config, refuse_other_tokenizer
 from guerdon.client import RetryPolicy, TeacherClient
 from guerdon.errors import InvalidRequest
 
@@ -146,13 +146,19 @@ def use_reference(trainer: Any, reference: ServedReference, beta: float) -> None
 
     They take no `ref_model`, and load one unless their config's beta is 0: so make the trainer with beta=0, and call
     this before `train`. The log-probs are taken at the trainer's temperature, as TRL's own reference takes them.
-    Raises InvalidRequest if the trainer has a reference already.
+    Raises InvalidRequest if the trainer has a reference already, ConfigError if this one has another tokenizer.
     """
     if trainer.beta != 0 or trainer.ref_model is not None:
         raise InvalidRequest(
             f"the trainer was made with beta={trainer.beta} and has loaded a reference: make it with beta=0, and give "
             "beta to use_reference"
         )
+    refuse_other_tokenizer(
+        trainer.processing_class,
+        read_config(reference._client),
+        "the reference",
+        "serve the policy's own first weights",
+    )
     reference.temperature = trainer.temperature
     trainer.ref_model, trainer.beta = reference, beta
 

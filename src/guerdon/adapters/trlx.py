@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from guerdon import errors
-from guerdon.adapters.judge import TIMEOUT_S
+from guerdon.adapters.judge import TIMEOUT_S, read_config, refuse_other_tokenizer
 from guerdon.client import RetryPolicy, RewardClient, Scores
 from guerdon.client.calls import Call
 from guerdon.endings import Ending
 from guerdon.settings.access import strip_credentials
-from guerdon.vocabulary import difference, identity, reported
 from guerdon.wire.tensors import InferReply, InferRequest, Tensor
 
 if TYPE_CHECKING:
@@ -194,20 +193,10 @@ class TextScorer:
         """Raises ConfigError if token ids mean other tokens to the server's model, as far as it reports them."""
         if self._is_checked:
             return
-        try:
-            config = self.client.config()
-        except (errors.Unavailable, errors.DeadlineExceeded):
-            raise
-        except errors.GuerdonError:  # not every server has configurations; any other fault fails the scores as well
-            config = {}
+        config = read_config(self.client)
         self._ending = Ending.reported(config)
-        # A custom tokenizer may have no vocabulary to compare.
-        theirs = reported(config) if hasattr(self._tokenizer, "get_added_vocab") else ""
-        if theirs and (why := difference(identity(self._tokenizer), theirs)) is not None:
-            raise errors.ConfigError(
-                f"the tokenizer is not that of the reward model of {self.client}: {why}",
-                "give tokenizer: the reward model's, or its folder",
-            )
+        where, remedy = f"the reward model of {self.client}", "give tokenizer: the reward model's, or its folder"
+        refuse_other_tokenizer(self._tokenizer, config, where, remedy)
         self._is_checked = True
 
     def _rows(self, texts: Sequence[Any], **settings: bool) -> list[list[int]]:

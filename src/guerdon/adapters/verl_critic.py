@@ -134,7 +134,9 @@ def _make_group(trainer: Any) -> CriticGroup:
     refuse_unknown(settings.keys() - {*_SETTINGS}, "critic.server.", ", ".join(_SETTINGS))
     if "url" not in settings:
         raise ConfigError("critic.server.url is not given", "add +critic.server.url=http://host:5556")
-    critic = connect(**settings, saves=about.save_freq > 0, instead="leave out trainer.save_freq")
+    tokenizer = getattr(trainer, "tokenizer", None)
+    saves = about.save_freq > 0
+    critic = connect(**settings, saves=saves, instead="leave out trainer.save_freq", tokenizer=tokenizer)
     state = critic.state()
     log.warning("the critic is served: %s, step %d, weights %s", settings["url"], state.step, state.weights_version)
 
