@@ -9,12 +9,14 @@ import pytest
 
 from guerdon.engine.functions import FunctionScorer
 from guerdon.errors import CheckpointError, ConfigError
-from guerdon.settings.config import ModelConfig
+from guerdon.settings.config import ModelConfig, TokenRewardConfig, TurnConfig
 
 OF_CHECKPOINTS: dict[str, Any] = {
     "revision": "main", "base": "other", "dtype": "bfloat16", "require_packed": True, "deterministic": True,
     "attribute_weights": [1.0],
     "mean": 1.5, "std": 2.0, "recheck_share": 0.5, "pooling": "mean", "step_separator": "##", "step_reduction": "mean",
+    "dequantize": True, "chat_template": "t.jinja", "system": "", "generation_prompt": True,
+    "turns": [TurnConfig(content="?")], "reward": TokenRewardConfig(ids=[1]),
 }  # fmt: skip
 OF_TOKENS: dict[str, Any] = {"max_length": 10, "truncation": "left"}
 

@@ -9,6 +9,7 @@ import pytest
 
 from guerdon.errors import ConfigError
 from guerdon.settings.config import (
+    AdapterConfig,
     ComponentConfig,
     CriticConfig,
     ModelConfig,
@@ -127,6 +128,22 @@ def test_the_best_loss_is_the_smallest_by_default(best: Any, mode: Any, resolved
 def test_settings_that_need_a_reward_model(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_settings(CriticConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (ModelConfig(model="m", attribute_weights=[0.0, 0.0]), "attribute_weights"),
+        (
+            ModelConfig(model="m", adapters=[AdapterConfig("a", "b", attribute_weights=[0.0])]),
+            r"adapters\[0\]\.attribute_weights",
+        ),
+        (CriticConfig(model="m", reward_model="r", reward_attribute_weights=[0.0, -0.0]), "reward_attribute_weights"),
+    ],
+)
+def test_weights_that_make_every_reward_0_are_refused(config: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is .*, by which every reward is 0"):
+        check_settings(config)
 
 
 def summed(*components: dict[str, Any], **more: Any) -> ServerConfig:

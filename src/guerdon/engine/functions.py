@@ -23,6 +23,7 @@ from guerdon.errors import CheckpointError, ConfigError, InvalidRequest, SampleF
 from guerdon.messages import shown
 from guerdon.padded_rows import read_rows
 from guerdon.settings.config import ModelConfig
+from guerdon.settings.fields import default_of
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +45,17 @@ _OF_CHECKPOINTS = {
     "attribute_weights": "have the function return one number for each sample, which is the reward",
     "recheck_share": "leave it out there: there is no second way to run a function",
     **dict.fromkeys(
-        ("revision", "base", "dtype", "require_packed", "deterministic", "pooling", "merge_attributes"), _LEAVE_OUT
+        (
+            *("revision", "base", "dtype", "dequantize", "require_packed", "deterministic", "pooling"),
+            *("merge_attributes", "reward"),
+        ),
+        _LEAVE_OUT,
     ),
     **dict.fromkeys(("step_separator", "step_reduction"), "leave it out there: a function gives no step rewards"),
+    **dict.fromkeys(
+        ("chat_template", "system", "generation_prompt", "turns"),
+        "leave it out there: conversations reach a function as their last message, and are not rendered",
+    ),
 }
 """Settings that do not apply to a function, and what to do instead."""
 
@@ -360,7 +369,7 @@ def _refused(returned: str, count: int, name: str) -> list[Score | SampleFailed]
 
 def _refuse(config: ModelConfig, instead: Mapping[str, str], kind: str) -> None:
     """Raises ConfigError for the first setting in `instead` that is not at its default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    defaults = {field.name: default_of(field) for field in dataclasses.fields(config)}
     for name, what in instead.items():
         if (value := getattr(config, name)) != defaults[name]:
             raise ConfigError(f"{name} is {value}, but {config.model} is {kind}, to which it does not apply", what)

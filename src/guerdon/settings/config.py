@@ -111,6 +111,9 @@ class EngineConfig(QueueConfig, ForwardConfig):
         above=0,
     )
 
+    def contradictions(self) -> Contradictions:
+        yield from _check_weights(self)
+
 
 @dataclass
 class LearningConfig:
@@ -261,6 +264,7 @@ class AdapterConfig:
     def contradictions(self) -> Contradictions:
         if not self.model:
             yield "model is not given", "name the folder or hub id of an adapter"
+        yield from _check_weights(self)
 
 
 @dataclass
@@ -571,6 +575,12 @@ class ServerConfig(LimitsConfig, AccessConfig, ParallelConfig, DashboardConfig):
 def _names(model: ServedModelConfig) -> list[str]:
     """Returns the names under which a model is served."""
     return [x.name for x in getattr(model, "adapters", ())] or [model.name]
+
+
+def _check_weights(settings: Any) -> Contradictions:
+    for name in ("attribute_weights", "reward_attribute_weights"):
+        if (weights := getattr(settings, name, None)) is not None and not any(weights):
+            yield f"{name} is {weights}, by which every reward is 0", "give one attribute another weight"
 
 
 def _check_sum(settings: RewardConfig, where: str, models: list[ServedModelConfig]) -> Contradictions:

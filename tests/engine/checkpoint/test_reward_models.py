@@ -89,9 +89,10 @@ def test_step_separators_are_trls_qwens_or_the_settings(tmp_path: Path) -> None:
     assert Sequence(tokens).step_ends(named.separator_ids).tolist() == [2, 6]
 
 
-def test_a_step_separator_of_a_model_without_steps_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"step_separator is '<step>', and this checkpoint gives no step rewards"):
-        load(zoo.checkpoint("qwen2", tmp_path), step_separator="<step>")
+@pytest.mark.parametrize(("name", "value"), [("step_separator", "<step>"), ("step_reduction", "mean")])
+def test_settings_of_steps_of_a_model_without_steps_are_refused(tmp_path: Path, name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is '{value}', and this checkpoint gives no step rewards"):
+        load(zoo.checkpoint("qwen2", tmp_path), **{name: value})
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])

@@ -228,11 +228,13 @@ def _head(
             "merge_attributes is off, so attribute_weights, mean and std have no merged reward to apply to",
             "leave them out, or merge the attributes",
         )
-    if config.step_separator is not None and not parts.is_process_reward:
-        raise ConfigError(
-            f"step_separator is {config.step_separator!r}, and this checkpoint gives no step rewards",
-            "leave it out; a process reward model has two labels for every token",
-        )
+    of_steps = {"step_separator": None, "step_reduction": ModelConfig.step_reduction}
+    for name, default in of_steps.items():
+        if (value := getattr(config, name)) != default and not parts.is_process_reward:
+            raise ConfigError(
+                f"{name} is {value!r}, and this checkpoint gives no step rewards",
+                "leave it out; a process reward model has two labels for every token",
+            )
     steps = None
     if parts.is_process_reward:
         separator = config.step_separator
