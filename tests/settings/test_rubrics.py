@@ -57,6 +57,13 @@ def test_a_mistake_is_named(old: str, new: str, message: str, tmp_path: Path) ->
     assert str(tmp_path) in str(refused.value) and refused.value.help
 
 
+def test_the_text_of_the_only_criterion_has_its_place(tmp_path: Path) -> None:
+    rubric = 'template: "{response}"\nlabels: {y: 1, n: 0}\ncriteria:\n  - {name: right%s}\n'
+    assert read_rubric(judged.write(tmp_path, rubric % "")).render(Sample("a")) == ["a"]
+    with pytest.raises(ConfigError, match=r"the criterion right has a text, and template has no \{criterion\}"):
+        read_rubric(judged.write(tmp_path, rubric % ', text: "Is it right?"'))
+
+
 def test_a_rubric_compares_by_plain_defaults(tmp_path: Path) -> None:
     text = judged.COMPARING.replace("{schedule: round_robin, scores: wins}", "{}")
     rubric = read_rubric(judged.write(tmp_path, text))

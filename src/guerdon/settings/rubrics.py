@@ -87,6 +87,9 @@ class QuestionsConfig:
             there = f"{len(self.criteria)} criteria" if self.sample_criteria == "ignore" else "sample_criteria"
             problem = f"template has no {{criterion}}, and there are {there}"
             yield problem, "put it after the response, so that criteria share their prefix"
+        elif "criterion" not in fields and self.criteria and self.criteria[0].text:
+            problem = f"the criterion {self.criteria[0].name} has a text, and template has no {{criterion}}"
+            yield problem, "put it after the response, or leave out the text"
         if "criterion" in fields and not self.criteria and self.sample_criteria == "ignore":
             yield "template has {criterion}, and there are no criteria", "add `criteria:`, or set sample_criteria"
         for one in self.criteria:
