@@ -125,7 +125,7 @@ def test_the_client_gets_the_sum_and_all_its_components(url: str, helpful: list[
     np.testing.assert_array_equal(scores.rewards, summed(helpful))
     assert scores.attribute_names == ("helpful", "answer", "brevity")
     np.testing.assert_array_equal(scores.attributes, np.float32([helpful, ANSWERS, BREVITIES]).T)
-    assert re.fullmatch(r"helpful=\w{16};answer=\w{16};brevity=\w{16}", scores.weights_version)
+    assert re.fullmatch(r"helpful=\w{16};answer=\w{16};brevity=\w{16};sum=\w{8}", scores.weights_version)
     assert rewarding.told == list(zip(PROMPTS, LABELS, strict=True))
 
 
@@ -313,7 +313,7 @@ def test_running_statistics_and_what_the_metrics_tell_of_them(server: RunningSer
     assert found["adaptive", "ok"] == 3 and ("brevity", "SampleFailed") not in found
     text = httpx.get(server.http_url + "/metrics").text
     assert re.search(
-        r'guerdon_model_info\{.*kind="sum",model="adaptive",.*weights_version="brevity=\w{16}"\} 1.0', text
+        r'guerdon_model_info\{.*kind="sum",model="adaptive",.*weights_version="brevity=\w{16};sum=\w{8}"\} 1.0', text
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -89,8 +90,18 @@ def test_the_sum_is_weighted_and_the_attributes_are_the_components_own() -> None
     assert rewards(answer) == [0.0, 8.0]
     assert [r.attributes.tolist() for r in answer.results] == [[1, 4, 7], [2, -8, 7]]  # type: ignore[union-attr]
     assert answer.results[0].attributes.dtype == np.float32  # type: ignore[union-attr]
-    assert answer.weights_version == "a=x;b=y;c=z"
+    assert re.fullmatch(r"a=x;b=y;c=z;sum=\w{8}", answer.weights_version)
     assert (answer.queue_s, answer.compute_s, answer.lengths) == (2.0, 1.25, [1, 2])
+
+
+def test_sums_that_make_other_rewards_of_the_same_components_have_other_versions() -> None:
+    rules: list[dict[str, Any]] = [{"mean": 1.0}, {"mean": 2.0}, {"mean": 1.0, "std": 2.0}]
+    firsts: list[dict[str, Any]] = [{}, {"weight": 2.0}, {"clip": 3.0}, {"clip": 4.0}, {"normalize": "running"}]
+    firsts += [{"normalize": "given", **one} for one in rules]
+    sums = [made(first, {}) for first in firsts] + [made({}, {"weight": 2.0}), made({}, {}, clip=3.0)]
+    versions = [one.combine([reply(1.0, version="x"), reply(1.0, version="y")]).weights_version for one in sums]
+    assert versions[0] == "a=x;b=y"  # a plain sum
+    assert len({*versions}) == len(versions) == len({one.info.weights_version for one in sums})
 
 
 def test_it_is_normalised_then_clipped_then_weighted_then_clipped_again() -> None:

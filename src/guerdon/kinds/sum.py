@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from collections.abc import Sequence as ListLike
@@ -166,7 +167,7 @@ class Sum:
         return ScoreReply(
             results,
             np.max([reply.lengths for reply in replies], axis=0).tolist(),
-            _version(self.components, [reply.weights_version for reply in replies]),
+            _version(self._config, self.components, [reply.weights_version for reply in replies]),
             max(reply.queue_s for reply in replies),
             sum(reply.compute_s for reply in replies),
         )
@@ -232,7 +233,7 @@ def _info(config: RewardConfig, infos: ListLike[ModelInfo]) -> ModelInfo:
         takes_tokens=len(readers) == len(infos) and has_one_vocabulary,
         takes_prompts=any(info.takes_prompts for info in infos),
         takes_labels=any(info.takes_labels for info in infos),
-        weights_version=_version(names, [info.weights_version for info in infos]),
+        weights_version=_version(config, names, [info.weights_version for info in infos]),
         path="sum",
         is_checkpoint=False,
         has_components=True,
@@ -243,8 +244,12 @@ def _info(config: RewardConfig, infos: ListLike[ModelInfo]) -> ModelInfo:
     )
 
 
-def _version(names: ListLike[str], versions: ListLike[str]) -> str:
-    return ";".join(f"{name}={version}" for name, version in zip(names, versions, strict=True))
+def _version(config: RewardConfig, names: ListLike[str], versions: ListLike[str]) -> str:
+    """Returns the components' versions, and a digest of what the sum makes of their rewards if it is not plain."""
+    rules = [(part.weight, part.normalize, part.mean, part.std, part.clip) for part in config.components]
+    own = "" if {*rules} == {(1.0, "none", None, None, None)} and config.clip is None else repr((config.clip, rules))
+    digest = f";sum={hashlib.blake2b(own.encode(), digest_size=4).hexdigest()}" if own else ""
+    return ";".join(f"{name}={version}" for name, version in zip(names, versions, strict=True)) + digest
 
 
 def _readings(infos: ListLike[ModelInfo]) -> str:
