@@ -32,6 +32,7 @@ def test_braces_of_a_sample_are_no_fields(tmp_path: Path) -> None:
     [
         ("labels: {y: 1, n: 0, m: 0.25}\n", "", "labels has no labels"),
         ("{y: 1, n: 0, m: 0.25}", "{y: 1}", "labels has 1 labels"),
+        ("{y: 1, n: 0, m: 0.25}", "{y: 1, n: 1}", "all labels have one value"),
         ("y: 1", "y: good", "labels.y is 'good'"),
         ("y: 1", "y: .inf", "labels.y is '.inf'"),
         ("n: 0", "y: 0", "y is given twice"),

@@ -95,6 +95,8 @@ class ParseConfig:
                 yield "values has a verdict twice", "leave out one; upper and lower case are the same"
             if not self.values:
                 yield "values is empty", "give each verdict its value, or leave it out for numbers"
+            if len(self.values) > 1 and len({*self.values.values()}) == 1:
+                yield "all values are the same, and so are all rewards", "give better verdicts higher values"
             if self.lowest is not None or self.highest is not None:
                 yield "values is given, and bounds too", "leave out lowest and highest: values decide"
         elif self.lowest is not None and self.highest is not None and self.lowest > self.highest:

@@ -109,6 +109,8 @@ class RubricConfig(QuestionsConfig):
         if len(self.labels) < 2:
             advice = "give at least two answers with their values, such as `labels: {yes: 1, no: 0}`"
             yield f"labels has {len(self.labels) or 'no'} labels", advice
+        elif self.compare is None and len({*self.labels.values()}) == 1:
+            yield "all labels have one value, and so have all rewards", "give better answers higher values"
         if not self.criteria and self.sample_criteria == "ignore" and "{criterion}" not in self.template:
             yield "criteria is empty", "add `criteria:` with `- {name: ..., text: ...}` lines"
         for name in self.chat_template_kwargs:

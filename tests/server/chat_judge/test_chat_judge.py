@@ -49,6 +49,7 @@ PLAIN: dict[str, Any] = {"url": "http://127.0.0.1:1/v1", "model": "m", "template
         ({"parse": {"regex": "a"}}, "regex has 0 groups"),
         ({"parse": {"regex": "(a"}}, "which is no regular expression"),
         ({"parse": {"values": {}}}, "values is empty"),
+        ({"parse": {"values": {"a": 1.0, "b": 1.0}}}, "all values are the same"),
         ({"parse": {"values": {"A": 1, "a ": 2}}}, "values has a verdict twice"),
         ({"parse": {"values": {True: 1}}}, "values has the key True"),
         ({"parse": {"values": {"a": "b"}}}, "values.a is 'b'"),
