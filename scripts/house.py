@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src/guerdon"
 
 MOST = {
-    "lines of src": 63_600,
+    "lines of src": 63_604,
     "files of src": 317,
-    "lines of tests": 84_359,
+    "lines of tests": 84_361,
     "modules with one importer": 69,
     "private functions that one place calls": 562,
     "imports, % of the lines": 6.7,
