@@ -30,14 +30,14 @@ def rubric() -> str:
 
 @torch.no_grad()
 def wanted(rubric: str) -> np.ndarray:
-    """Each sample's values of the criteria and its other mass, `[N,K+1]`."""
+    """Each sample's values of the criteria, its other mass and its labels' entropy, `[N,K+2]`."""
     parts: dict[str, Any] = yaml.load(rubric, yaml.BaseLoader)
     tokenizer: Any = AutoTokenizer.from_pretrained(SMOLLM2)
     model: Any = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval()
     spelled = [tokenizer.decode([i]).strip().casefold() for i in range(len(tokenizer))]
     rows = []
     for response in RESPONSES:
-        values, other = [], 0.0
+        values, other, entropy = [], 0.0, 0.0
         for criterion in parts["criteria"]:
             question = parts["template"].format(prompt=PROMPT, response=response, criterion=criterion["text"])
             messages = [{"role": "system", "content": parts["system"]}, {"role": "user", "content": question}]
@@ -47,7 +47,9 @@ def wanted(rubric: str) -> np.ndarray:
             yes, no = (sum(shares[i] for i, word in enumerate(spelled) if word == label) for label in ("yes", "no"))
             values.append(yes / (yes + no))
             other = max(other, 1 - yes - no)
-        rows.append([*values, other])
+            share = np.array([yes, no]) / (yes + no)
+            entropy = max(entropy, -share @ np.log(share))
+        rows.append([*values, other, entropy])
     return np.array(rows)
 
 
