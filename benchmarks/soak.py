@@ -35,6 +35,7 @@ from tqdm import tqdm
 import soak_ledger
 import soak_models
 import soak_report
+from guerdon.server.reading import NUM_THREADS
 from report import machine
 from soak_admin import Admin
 from soak_trainer import GLOBAL_BATCH_SIZE
@@ -273,9 +274,10 @@ class Soak:
         while True:
             await asyncio.sleep(6.0)
             found = {"fds": self.server.num_fds(), "threads": self.server.num_threads(), "names": self._threads()}
+            rss_mb = self.server.memory_info().rss / 2**20
             is_there = found == before if wanted is None else not _left(found, wanted)
             if (is_there and time.monotonic() > end - QUIET_S / 2) or time.monotonic() > end:
-                return found
+                return found | {"rss_mb": rss_mb}
             before = found
 
     def _threads(self) -> dict[str, int]:
@@ -335,8 +337,10 @@ class Soak:
 
 
 def _left(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Returns which of files and threads have grown."""
-    more = {key: (before[key], now[key]) for key in ("fds", "threads") if now[key] > before[key]}
+    """Returns which of files, threads and memory have grown; pools may start their second thread late."""
+    most = {"fds": before["fds"], "threads": before["threads"] + NUM_THREADS}
+    most |= {"rss_mb": (1 + soak_report.RSS_SHARE) * before["rss_mb"]} if "rss_mb" in now else {}
+    more = {key: (before[key], now[key]) for key, limit in most.items() if now[key] > limit}
     return more | ({"names": (before["names"], now["names"])} if "threads" in more else {})
 
 

@@ -19,7 +19,8 @@ NEEDED = (
 )  # fmt: skip
 """Events that must have happened, besides the kills; without them a soak has shown less than it claims."""
 HALF_OPEN, NOT_PERMITTED = "half-open connections", "half-open connections were not permitted here"
-_LEAST_PART_S = 20.0
+_LEAST_PART_S = 120.0
+"""Large bodies, and models beside the one that serves, move the memory by a tenth for half a minute at a time."""
 
 
 def memory(samples: list[dict[str, float]], from_s: float, to_s: float) -> dict[str, float]:
@@ -113,8 +114,8 @@ def report(results: dict[str, Any]) -> str:
             f"| faults | {faults} |",
             f"| memory after the warm-up, at the end | {found['first']:.0f} MiB, {found['last']:.0f} MiB "
             f"({found['share']:+.1%}; at most {found['highest']:.0f} in any tenth, {found['most']:.0f} for a moment) |",
-            f"| files, threads without clients | {rest['fds']}, {rest['threads']}; at the end {end['fds']}, "
-            f"{end['threads']} |",
+            f"| files, threads, memory without clients | {rest['fds']}, {rest['threads']}, {rest['rss_mb']:.0f} MiB; "
+            f"at the end {end['fds']}, {end['threads']}, {end['rss_mb']:.0f} MiB |",
             f"| live scores looked at again | {ledger['rechecked'] or 'none'} |",
             "",
         ]

@@ -21,7 +21,7 @@ SRC = ROOT / "src/guerdon"
 MOST = {
     "lines of src": 63_604,
     "files of src": 317,
-    "lines of tests": 84_361,
+    "lines of tests": 84_363,
     "modules with one importer": 69,
     "private functions that one place calls": 562,
     "imports, % of the lines": 6.7,

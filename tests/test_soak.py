@@ -103,16 +103,16 @@ def test_a_report_asks_for_every_fault_and_flat_memory_all_along(ledger: Any) ->
     import soak_report
 
     notes = Counter([*soak_report.NEEDED, soak_report.HALF_OPEN])
-    flat = [400.0] * 400
+    flat = [400.0] * 1200
     assert checked(ledger, notes, flat) == []
     for fault in notes:
         assert checked(ledger, notes - Counter([fault]), flat) == [f"none of the faults: {fault}"]
     assert checked(ledger, Counter([*soak_report.NEEDED, soak_report.NOT_PERMITTED]), flat) == []
-    assert checked(ledger, notes, flat[:200] + [900.0] * 5 + flat[200:]) == []  # a load's moment
-    assert checked(ledger, notes, flat[:170] + [430.0] * 60 + flat[:170]) == [
+    assert checked(ledger, notes, flat[:600] + [900.0] * 15 + flat[600:]) == []  # a load's moment
+    assert checked(ledger, notes, flat[:510] + [430.0] * 180 + flat[:510]) == [
         "the memory went from 400 to 430 MiB between"
     ]
-    (wrong,) = checked(ledger, notes, [430.0] * 200 + flat)
+    (wrong,) = checked(ledger, notes, [430.0] * 600 + flat)
     assert wrong == "the memory went from 430 to 400 MiB (-7.0%)"
 
 
