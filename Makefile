@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
-# uv takes a third of pip's time, but reads no pip.conf: torch, and all that uv cannot get, come by pip. Compiled on all
-# cores at the end; some libraries have files that only a newer Python compiles.
+# uv takes a third of pip's processor time, but reads no pip.conf: torch, and all that uv cannot get, come by pip.
+# Compiled on all cores at the end; some libraries have files that only a newer Python compiles.
 define install
 	@echo "Installing guerdon and what it needs into $(VENV) (some minutes, once)"
 	$(PIP) install --no-compile -c constraints.txt 'uv>=0.13,<1' torch
